@@ -1,0 +1,52 @@
+"""reread: long-context language models, fast without making them worse.
+
+Importing this changes nothing anywhere; `attach` and `generate` load transformers when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .config import Config, SelectorConfig, SoftNMS, Span, TriggerConfig
+from .errors import ConfigError, InputError, NumericalError, RereadError, UnsupportedError
+from .stats import Stats
+
+if TYPE_CHECKING:
+    from .generate import Output, generate
+    from .integrations.hf.attach import attach
+    from .integrations.hf.session import Session
+
+__version__ = "0.1.0"
+__all__ = [
+    "Config",
+    "ConfigError",
+    "InputError",
+    "NumericalError",
+    "Output",
+    "RereadError",
+    "SelectorConfig",
+    "Session",
+    "SoftNMS",
+    "Span",
+    "Stats",
+    "TriggerConfig",
+    "UnsupportedError",
+    "attach",
+    "generate",
+]
+
+_LAZY = {
+    "Output": "generate",
+    "Session": "integrations.hf.session",
+    "attach": "integrations.hf.attach",
+    "generate": "generate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'reread' has no attribute {name!r}")
+    value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,181 @@
+"""The one place where policy and ops meet: one layer's attention in one decode step, row by row slow or fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .config import Config
+from .kv import CompactKV, GrowingKV
+from .ops.reference import attend
+from .policy.selector import select
+from .types import KVView, StepKind
+
+DEFAULT_ROOM = 64  # steps that a compact copy has room for where no interval bounds them
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What all layers of one decode step have in common. Made by the session from the Controller's decision.
+
+    Attributes:
+        kinds: per row.
+        starts: per row, the first valid cache position.
+        length: cached columns, the current token included; equal for all rows.
+        valid: bool [B, length] where some row has holes, else None.
+        counted: per row, whether the step goes into the statistics (not after the row's end).
+    """
+
+    kinds: tuple[StepKind, ...]
+    starts: tuple[int, ...]
+    length: int
+    valid: Tensor | None
+    counted: tuple[bool, ...]
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts what really ran: rows x layers by kind, and keys read against keys a dense step would have read."""
+
+    runs: list[dict[StepKind, int]]
+    keys_read: int = 0
+    keys_cached: int = 0
+
+    @classmethod
+    def of(cls, rows: int) -> Meter:
+        return cls([dict.fromkeys(StepKind, 0) for _ in range(rows)])
+
+    def add(self, row: int, kind: StepKind, read: int, cached: int) -> None:
+        self.runs[row][kind] += 1
+        self.keys_read += read
+        self.keys_cached += cached
+
+
+@dataclass(slots=True)
+class LayerState:
+    """One full-attention layer of one conversation.
+
+    Attributes:
+        kv: all keys and values.
+        compact: per row what fast steps read, None before the first selection or after it was invalidated.
+        tail: the last W queries of the prefill, [B, H, <= W, D], evidence for a selection without a slow step.
+        tail_end: cached columns when the tail was taken.
+    """
+
+    kv: GrowingKV = field(default_factory=GrowingKV)
+    compact: list[CompactKV | None] = field(default_factory=list)
+    tail: Tensor | None = None
+    tail_end: int = 0
+
+    def invalidate(self) -> None:
+        """Forget selections and tail: the cache changed in a way that they do not know."""
+        self.compact = [None] * len(self.compact)
+        self.tail, self.tail_end = None, 0
+
+    def remember_tail(self, q: Tensor, width: int) -> None:
+        """Keep the newest `width` prefill queries q [B, H, T, D] (after RoPE), whatever the size of the chunks."""
+        tail = q[:, :, -width:]
+        if self.tail is not None and self.tail_end == self.kv.length - q.shape[2] and tail.shape[2] < width:
+            tail = torch.cat([self.tail[:, :, -(width - tail.shape[2]) :], tail], dim=2)
+        self.tail = tail.clone()
+        self.tail_end = self.kv.length
+
+    def can_select(self, row: int) -> bool:
+        """Whether a fast step of `row` would know what to read."""
+        return self.compact[row] is not None or self.tail is not None
+
+
+def decode_step(state: LayerState, q: Tensor, plan: StepPlan, config: Config, scale: float, meter: Meter) -> Tensor:
+    """Attention of one new token per row; its key and value are already in `state.kv`.
+
+    Args:
+        q: [B, H, D].
+
+    Returns:
+        [B, H, Dv].
+    """
+    view = KVView(state.kv.keys, state.kv.values, plan.starts, (plan.length,) * q.shape[0], plan.valid)
+    out = q.new_empty(*q.shape[:2], view.v.shape[-1])
+    for b, kind in enumerate(plan.kinds):
+        row = view.row(b)
+        cached = plan.length - plan.starts[b] if plan.valid is None else int(plan.valid[b].sum())
+        read = cached
+        if kind is StepKind.FAST:
+            out[b], read = _fast(state, b, q[b], row, config, scale)
+        elif kind is StepKind.FULL:
+            out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale))
+            state.compact[b] = None
+        else:
+            out[b] = _slow(state, b, q[b : b + 1], row, config, scale)
+        if plan.counted[b]:
+            meter.add(b, kind, read, cached)
+    state.tail = None
+    return out
+
+
+def _first(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    out, mass = result
+    return out[0], None if mass is None else mass[0]
+
+
+def _fast(state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float) -> tuple[Tensor, int]:
+    compact = state.compact[b]
+    if compact is None:
+        # the first step after a prefill, chosen by the prefill's own last queries
+        compact = state.compact[b] = _select_from_tail(state, b, row, config, scale)
+    compact.append(row.k[0, :, -1], row.v[0, :, -1])
+    return attend(q, compact.keys, compact.values, scale), compact.count
+
+
+def _slow(state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float) -> Tensor:
+    allowed = allowed_span(row.starts[0], row.lengths[0], config)
+    out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed]))
+    assert mass is not None
+    state.compact[b] = _refresh(state, b, row, mass, allowed, config)
+    return out
+
+
+def _select_from_tail(state: LayerState, b: int, row: KVView, config: Config, scale: float) -> CompactKV:
+    assert state.tail is not None, "a fast step needs a selection or the prefill's tail"
+    end, width = state.tail_end, state.tail.shape[2]
+    before = KVView(
+        row.k[:, :, :end], row.v[:, :, :end], row.starts, (end,), None if row.valid is None else row.valid[:, :end]
+    )
+    positions = range(end - width, end)
+    real = [p if p >= row.starts[0] and (row.valid is None or bool(row.valid[0, p])) else -1 for p in positions]
+    allowed = allowed_span(row.starts[0], end, config)
+    mass = ops.tail_evidence(
+        state.tail[b : b + 1], before, [real], scale=scale, allowed=[allowed], alpha=config.selector.alpha
+    )[0]
+    return _refresh(state, b, before, mass, allowed, config)
+
+
+def allowed_span(start: int, length: int, config: Config) -> tuple[int, int]:
+    """J = [low, high): all positions but the sink and the recent window (the current token is in the window)."""
+    low = start + config.sink
+    return low, max(low, length - config.recent)
+
+
+def _refresh(
+    state: LayerState, b: int, row: KVView, mass: Tensor, allowed: Sequence[int], config: Config
+) -> CompactKV:
+    """Choose again for one row and gather what was chosen. mass: [Hkv, L]."""
+    low, high = allowed
+    span = slice(low, high)
+    norms = state.kv.norms
+    indices, counts = select(
+        mass[:, span],
+        None if norms is None else norms[b, :, span],
+        config.selector,
+        config.k,
+        low,
+        None if row.valid is None else row.valid[0, span],
+    )
+    kept = int(counts[0]) if counts.numel() else 0  # validity is per row, so all KV heads keep equally many
+    room = config.triggers.t_max or DEFAULT_ROOM
+    window_start = min(high, row.lengths[0])  # a row shorter than the sink has no window
+    return CompactKV(row, indices[:, :kept].long(), window_start, config.sink, room)

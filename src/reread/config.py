@@ -1,0 +1,308 @@
+"""Configuration: frozen, keyword-only, checked when made. Presets are named points in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args
+
+from .errors import ConfigError
+
+Mode = Literal["slow-fast", "dense"]
+Backend = Literal["auto", "reference", "triton"]
+PresetName = Literal["default", "paper", "dense"]
+
+
+def _require(ok: bool, name: str, value: object, want: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r} is not possible: {want}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require_int(name: str, value: object, low: int) -> None:
+    _require(_is_int(value) and int(value) >= low, name, value, f"an integer of at least {low}")  # type: ignore[call-overload]
+
+
+def _require_real(name: str, value: object, low: float, high: float = math.inf) -> None:
+    want = f"a number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
+    _require(_is_real(value) and low <= float(value) <= high, name, value, want)  # type: ignore[arg-type]
+
+
+def _require_bool(name: str, value: object) -> None:
+    _require(isinstance(value, bool), name, value, "true or false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftNMS:
+    """Refinement of the paper: a position is pulled down by the excess of its best neighbour.
+
+    z <- z - alpha * max(0, localmax(z) - z), localmax over `neighbourhood` positions centred on it (SFI, step 6).
+    """
+
+    alpha: float = 0.5
+    neighbourhood: int = 5
+
+    def __post_init__(self) -> None:
+        _require_real("soft_nms.alpha", self.alpha, 0.0)
+        _require_int("soft_nms.neighbourhood", self.neighbourhood, 1)
+        _require(self.neighbourhood % 2 == 1, "soft_nms.neighbourhood", self.neighbourhood, "an odd number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Refinement that keeps spans: each position's score spreads, by maximum, to its neighbours before top-K.
+
+    `back` positions before it and `ahead` positions after it (in the text) take over its score.
+    """
+
+    back: int = 8
+    ahead: int = 24
+
+    def __post_init__(self) -> None:
+        _require_int("span.back", self.back, 0)
+        _require_int("span.ahead", self.ahead, 0)
+
+
+Refinement = SoftNMS | Span
+_REFINEMENTS: dict[str, type[SoftNMS] | type[Span]] = {"soft_nms": SoftNMS, "span": Span}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriggerConfig:
+    """When the next decode step of a row is slow. Any of the triggers suffices.
+
+    Attributes:
+        boundary: the previous token ends a sentence or a line (token ids taken from the tokenizer's vocabulary).
+        t_max: at the latest every `t_max` steps; 1 makes every step slow, None switches the interval off.
+        uncertainty: entropy of the previous step's output distribution above this many nats; None switches it off.
+        first_step: the first decode step after a prefill is slow; otherwise it uses what the prefill's last
+            `selector.tail_queries` queries chose.
+    """
+
+    boundary: bool = True
+    t_max: int | None = 16
+    uncertainty: float | None = None
+    first_step: bool = True
+
+    def __post_init__(self) -> None:
+        _require_bool("triggers.boundary", self.boundary)
+        _require_bool("triggers.first_step", self.first_step)
+        if self.t_max is not None:
+            _require_int("triggers.t_max", self.t_max, 1)
+        if self.uncertainty is not None:
+            _require_real("triggers.uncertainty", self.uncertainty, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig:
+    """Constants of the Selector (SFI equations; spec letters in brackets).
+
+    Attributes:
+        tail_queries: [W] prefill queries that serve as evidence for the first selection.
+        alpha: [alpha] exponent of the evidence's power mean.
+        lambda_clip: [lambda_clip] largest weight of the prior; 0 switches the prior off.
+        gamma: [gamma] exponent of the key-norm prior.
+        beta, p, eta: [beta, p, eta] the position prior exp(-beta u^p) (1 - u + eps)^eta.
+        refine: SoftNMS, Span, or None.
+        alpha_cross: [alpha_cross] strength of cross-head exclusivity; 0 switches it off.
+        temperature: [T] of the softmax over KV heads in cross-head exclusivity.
+        eps: [eps].
+    """
+
+    tail_queries: int = 16
+    alpha: float = 0.5
+    lambda_clip: float = 0.0
+    gamma: float = 0.5
+    beta: float = 1.0
+    p: float = 1.0
+    eta: float = 2.0
+    refine: Refinement | None = field(default_factory=Span)
+    alpha_cross: float = 0.0
+    temperature: float = 1.0
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _require_int("selector.tail_queries", self.tail_queries, 1)
+        _require_real("selector.lambda_clip", self.lambda_clip, 0.0, 1.0)
+        for name in ("gamma", "beta", "p", "eta", "alpha_cross"):
+            _require_real(f"selector.{name}", getattr(self, name), 0.0)
+        for name in ("alpha", "temperature", "eps"):
+            value = getattr(self, name)
+            _require(_is_real(value) and value > 0, f"selector.{name}", value, "a number above 0")
+        ok = self.refine is None or isinstance(self.refine, SoftNMS | Span)
+        _require(ok, "selector.refine", self.refine, "SoftNMS(...), Span(...) or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that decides what reread does to a model. Frozen: change it with `updated`.
+
+    Attributes:
+        mode: "slow-fast", or "dense": every step reads everything, from the same preallocated cache.
+        sink: first positions of a row, always read.
+        recent: newest positions, always read; at least 1, the current token is one of them.
+        k: selected positions per KV head.
+        triggers: when a step is slow.
+        selector: how a slow step chooses.
+        backend: "auto" (Triton kernels on CUDA once they exist for the shape, else the reference), or one by name.
+        dense_below_budget: while sink + recent + k covers the whole row, run dense attention (equal result, no
+            gathering). False forces the sparse path even there; a debugging aid.
+
+    Raises:
+        ConfigError: a value that cannot be right, by name.
+    """
+
+    mode: Mode = "slow-fast"
+    sink: int = 4
+    recent: int = 256
+    k: int = 512
+    triggers: TriggerConfig = field(default_factory=TriggerConfig)
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+    backend: Backend = "auto"
+    dense_below_budget: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.mode in get_args(Mode), "mode", self.mode, f"one of {', '.join(get_args(Mode))}")
+        _require(self.backend in get_args(Backend), "backend", self.backend, f"one of {', '.join(get_args(Backend))}")
+        _require_int("sink", self.sink, 0)
+        _require_int("recent", self.recent, 1)
+        _require_int("k", self.k, 1)
+        _require_bool("dense_below_budget", self.dense_below_budget)
+        _require(isinstance(self.triggers, TriggerConfig), "triggers", self.triggers, "a TriggerConfig")
+        _require(isinstance(self.selector, SelectorConfig), "selector", self.selector, "a SelectorConfig")
+
+    @property
+    def budget(self) -> int:
+        """Keys that a fast step reads per KV head right after a refresh: sink + recent + k."""
+        return self.sink + self.recent + self.k
+
+    @classmethod
+    def preset(cls, name: str) -> Config:
+        """The named configuration: "default", "paper" (SFI's own constants) or "dense".
+
+        Raises:
+            ConfigError: `name` is none of them.
+        """
+        make = _PRESETS.get(name)
+        if make is None:
+            raise ConfigError(f"preset {name!r} is unknown: one of {', '.join(_PRESETS)}")
+        return make()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, for JSON; `from_dict` takes it back."""
+        return _encode(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Inverse of `to_dict`; missing keys take their defaults.
+
+        Raises:
+            ConfigError: an unknown key, or a value that cannot be right.
+        """
+        return _decode(cls, values, "")
+
+    def updated(self, changes: Mapping[str, Any]) -> Config:
+        """A copy with some values changed. Keys are dotted paths ("triggers.t_max") or a unique last part ("t_max").
+
+        Letter case does not matter ("K", "T_max"). `refine` takes "span", "soft_nms", "none" or a dict with "kind".
+
+        Raises:
+            ConfigError: a key that is unknown or ambiguous, or a value that cannot be right.
+        """
+        tree = self.to_dict()
+        # a change of kind goes first: it brings the new kind's own keys into being
+        for key, value in sorted(changes.items(), key=lambda item: not item[0].lower().endswith("refine")):
+            *parents, leaf = _resolve(tree, key)
+            node = tree
+            for part in parents:
+                node = node[part]
+            node[leaf] = _encode(_decode_refine(value, key)) if leaf == "refine" else value
+        return Config.from_dict(tree)
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        out = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kind = next((name for name, cls in _REFINEMENTS.items() if type(value) is cls), None)
+        return {"kind": kind, **out} if kind else out
+    return value
+
+
+_C = TypeVar("_C")
+
+
+def _decode(cls: type[_C], values: Mapping[str, Any], path: str) -> _C:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path.rstrip('.') or 'config'}={values!r} is not possible: a mapping of keys to values")
+    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"unknown key {path + str(key)!r}: one of {', '.join(sorted(fields))}")
+    nested: dict[str, Callable[[Any], Any]] = {
+        "triggers": lambda v: _decode(TriggerConfig, v, "triggers."),
+        "selector": lambda v: _decode(SelectorConfig, v, "selector."),
+        "refine": lambda v: _decode_refine(v, path + "refine"),
+    }
+    return cls(**{key: nested[key](value) if key in nested else value for key, value in values.items()})
+
+
+def _decode_refine(value: Any, name: str) -> Refinement | None:
+    if value is None or isinstance(value, SoftNMS | Span):
+        return value
+    kind, rest = (value, {}) if isinstance(value, str) else ("", {})
+    if isinstance(value, Mapping):
+        rest = dict(value)
+        kind = rest.pop("kind", "")
+    if kind == "none" and not rest:
+        return None
+    if kind not in _REFINEMENTS:
+        raise ConfigError(f"{name}={value!r} is not possible: kind is one of {', '.join(_REFINEMENTS)}, none")
+    return _decode(_REFINEMENTS[kind], rest, f"{name}.")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    out: list[tuple[str, ...]] = []
+    for key, value in tree.items():
+        if key == "kind":
+            continue
+        if key == "refine" or not isinstance(value, Mapping):
+            out.append((*prefix, key))
+        if isinstance(value, Mapping):
+            out.extend(_leaves(value, (*prefix, key)))
+    return out
+
+
+def _resolve(tree: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The path in `tree` that `key` names: a dotted path, or any unique tail of one."""
+    wanted = tuple(key.lower().split("."))
+    paths = _leaves(tree)
+    found = [p for p in paths if p == wanted] or [p for p in paths if p[-len(wanted) :] == wanted]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"key {key!r} is ambiguous: {' or '.join('.'.join(p) for p in found)}")
+    raise ConfigError(f"unknown key {key!r}: one of {', '.join('.'.join(p) for p in paths)}")
+
+
+def _paper() -> Config:
+    return Config(
+        k=2048,
+        triggers=TriggerConfig(boundary=True, t_max=64),
+        selector=SelectorConfig(lambda_clip=0.02, refine=SoftNMS(), alpha_cross=0.35),
+    )
+
+
+_PRESETS: dict[str, Callable[[], Config]] = {
+    "default": Config,
+    "paper": _paper,
+    "dense": lambda: Config(mode="dense"),
+}

@@ -1,0 +1,1 @@
+"""Measuring: comparisons with dense, fidelity on text, provenance of results."""

@@ -1,0 +1,68 @@
+"""Prompt in, tokens out: prefill, then slow-fast decoding, then what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .config import Config
+from .errors import InputError
+from .integrations.hf.attach import attach
+from .stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What `generate` returns.
+
+    Attributes:
+        sequences: int64 [B, T + new], prompt and continuation, as transformers returns them.
+        stats: what it cost.
+    """
+
+    sequences: Tensor
+    stats: Stats
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    config: Config | None = None,
+    max_new_tokens: int,
+    tokenizer: Any = None,
+    prefill_chunk: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Output:
+    """Generate with slow-fast decoding: `attach` and transformers' own `generate` in one call.
+
+    Args:
+        model: a decoder-only transformers model.
+        input_ids: int64 [B, T], rows padded on the left.
+        attention_mask: [B, T], 0 for padding; None: no padding.
+        config: None is `Config.preset("default")`.
+        max_new_tokens: at most this many new tokens per row, at least 1.
+        tokenizer, progress: as for `attach`.
+        prefill_chunk: tokens per prefill pass, None for all at once; the result does not depend on it.
+        options: further arguments of transformers' `generate` (do_sample, streamer, past_key_values, ...).
+
+    Raises:
+        InputError, UnsupportedError, NumericalError: as `attach`; always before a wrong token could be returned.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"{name}={value!r} is not possible: an integer of at least 1")
+    if prefill_chunk is not None:
+        options["prefill_chunk_size"] = prefill_chunk
+    if options.get("return_dict_in_generate"):
+        raise InputError("return_dict_in_generate: use `attach` and model.generate for transformers' own output classes")
+    with attach(model, config, tokenizer=tokenizer, progress=progress) as session:
+        sequences = model.generate(
+            input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options
+        )
+    return Output(sequences, session.stats)

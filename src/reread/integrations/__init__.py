@@ -1,0 +1,1 @@
+"""Where reread meets other libraries, one package each."""

@@ -1,0 +1,75 @@
+"""Registering with transformers' attention interface, and unregistering: importing reread touches nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .session import Session
+
+PREFIX = "reread_"
+_USERS: Counter[str] = Counter()
+# attention module -> the session that its model is attached to
+SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+
+
+def register(original: str) -> str:
+    """Make "reread_<original>" known to transformers; its masks are made as for `original`, the prefill runs on it.
+
+    Returns:
+        the name to put into the model's config. Call `unregister` with it once for every `register`.
+    """
+    name = PREFIX + original
+    if not _USERS[name]:
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(original)
+        if mask is None:
+            raise UnsupportedError(f"attention implementation {original!r} has no mask function in transformers")
+        AttentionInterface.register(name, _attention_over(original))
+        AttentionMaskInterface.register(name, mask)
+    _USERS[name] += 1
+    return name
+
+
+def unregister(name: str) -> None:
+    """Undo one `register`; the last one removes the name from transformers."""
+    _USERS[name] -= 1
+    if _USERS[name] <= 0:
+        del _USERS[name]
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(name, None)
+
+
+def _attention_over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def reread_attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        session = SESSIONS.get(module)
+        out = None if session is None else session.attend(module, query, key, value, kwargs)
+        if out is not None:
+            return out, None
+        result: tuple[Tensor, Tensor | None] = _original(module, original)(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return result
+
+    return reread_attention
+
+
+def _original(module: nn.Module, name: str) -> Callable[..., Any]:
+    # "eager" is not in the registry: each modeling file has its own
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    if function is None:
+        raise UnsupportedError(f"{type(module).__name__} has no {name!r} attention: load with attn_implementation='sdpa'")
+    return function

@@ -1,0 +1,158 @@
+"""Where keys and values lie: a preallocated cache that only grows, and each row's compact copy for fast steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .types import KVView
+
+GROWTH_SHARE = 16  # a full buffer grows by 1/16 of its length: at most 6.25 % of the KV bytes lie idle...
+GROWTH_STEP = 64  # ...or by this many positions, where that is more
+
+
+class GrowingKV:
+    """Keys and values of one layer, [B, Hkv, capacity, D], written in place and never moved within a row.
+
+    Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the key).
+    """
+
+    def __init__(self, *, with_norms: bool = False) -> None:
+        self.with_norms = with_norms
+        self.length = 0
+        self.reserved = 0
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._norms: Tensor | None = None
+
+    def reserve(self, positions: int) -> None:
+        """Ask for room for `positions` in total at the next growth, so that a known length is allocated once."""
+        self.reserved = max(self.reserved, positions)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Write keys and values [B, Hkv, T, D] behind what is there."""
+        end = self.length + k.shape[2]
+        self._k = self._room(self._k, k, end)
+        self._v = self._room(self._v, v, end)
+        self._k[:, :, self.length : end] = k
+        self._v[:, :, self.length : end] = v
+        if self.with_norms:
+            norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
+            self._norms = self._room(self._norms, norms, end)
+            self._norms[:, :, self.length : end] = norms
+        self.length = end
+
+    def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
+        if buffer is not None and buffer.shape[2] >= end:
+            return buffer
+        growth = max(GROWTH_STEP, end // GROWTH_SHARE)
+        capacity = max(end + (0 if self.reserved >= end else growth), self.reserved)
+        grown = new.new_empty(*new.shape[:2], capacity, *new.shape[3:])
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, Hkv, L, D], a view."""
+        assert self._k is not None
+        return self._k[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, Hkv, L, Dv], a view."""
+        assert self._v is not None
+        return self._v[:, :, : self.length]
+
+    @property
+    def norms(self) -> Tensor | None:
+        """fp32 [B, Hkv, L] L2 norms of the cached keys, a view; None unless asked for."""
+        return None if self._norms is None else self._norms[:, :, : self.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, values and norms, room for growth included."""
+        return sum(t.nbytes for t in (self._k, self._v, self._norms) if t is not None)
+
+    def crop(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        assert 0 <= length <= self.length
+        self.length = length
+
+    def track_norms(self) -> None:
+        """Start keeping key norms; those of keys already here are computed now."""
+        if self.with_norms:
+            return
+        self.with_norms = True
+        if self._k is not None:
+            self._norms = torch.linalg.vector_norm(self._k, dim=-1, dtype=torch.float32)
+
+    def reindex(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` (int64), in that order."""
+        for name in ("_k", "_v", "_norms"):
+            buffer = getattr(self, name)
+            if buffer is not None:
+                setattr(self, name, buffer.index_select(0, rows.to(buffer.device)))
+
+
+class CompactKV:
+    """What fast steps of one row read, contiguous: [sink | selected | recent], [Hkv, N, D].
+
+    Made at a slow step; then every new token is appended to its recent part. Positions are baked into the keys by RoPE,
+    so the order of the parts does not matter.
+    """
+
+    def __init__(self, kv: KVView, selected: Tensor, window_start: int, sink: int, room: int) -> None:
+        """Gather row 0 of `kv` (a view of a single row).
+
+        Args:
+            selected: int64 [Hkv, K] positions, none in sink or window.
+            window_start: first position of the recent window.
+            room: positions to leave free for the steps until the next refresh.
+        """
+        start, length = kv.starts[0], kv.lengths[0]
+        first = torch.arange(start, min(start + sink, window_start), device=selected.device)
+        window: slice | Tensor = slice(window_start, length)
+        if kv.valid is not None:
+            first = first[kv.valid[0, first]]
+            window = torch.arange(window_start, length, device=selected.device)
+            window = window[kv.valid[0, window]]
+        index = torch.cat([first.expand(selected.shape[0], -1), selected], dim=1)
+        self.k, self.count = self._gather(kv.k[0], index, window, room)
+        self.v, _ = self._gather(kv.v[0], index, window, room)
+        self.room = room
+        self.selected = selected
+
+    @staticmethod
+    def _gather(cache: Tensor, index: Tensor, window: slice | Tensor, room: int) -> tuple[Tensor, int]:
+        recent = cache[:, window]
+        fixed, count = index.shape[1], index.shape[1] + recent.shape[1]
+        out = cache.new_empty(cache.shape[0], count + room, cache.shape[2])
+        for h in range(cache.shape[0]):
+            torch.index_select(cache[h], 0, index[h], out=out[h, :fixed])
+        out[:, fixed:count] = recent
+        return out, count
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add one token's key [Hkv, D] and value [Hkv, Dv] to the recent part."""
+        if self.count == self.k.shape[1]:
+            self.k = torch.nn.functional.pad(self.k, (0, 0, 0, self.room))
+            self.v = torch.nn.functional.pad(self.v, (0, 0, 0, self.room))
+        self.k[:, self.count] = k
+        self.v[:, self.count] = v
+        self.count += 1
+
+    @property
+    def keys(self) -> Tensor:
+        """[Hkv, N, D], a view."""
+        return self.k[:, : self.count]
+
+    @property
+    def values(self) -> Tensor:
+        """[Hkv, N, Dv], a view."""
+        return self.v[:, : self.count]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy, room included."""
+        return self.k.nbytes + self.v.nbytes

@@ -1,0 +1,114 @@
+"""The PyTorch meaning of every op. Rows are computed one by one: a row's result cannot depend on its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..policy.selector import NEG_INF, allowed_probabilities, power_mean
+from ..types import KVView, Selection
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor | None = None) -> Tensor:
+    """One row, no causality: q [H, D], k [Hkv, N, D], v [Hkv, N, Dv], keep bool [N] or None -> [H, Dv].
+
+    The G query heads of a KV head form the rows of one small matrix, so K and V are read once, never repeated.
+    """
+    heads, dim = q.shape
+    packed = q.view(1, k.shape[0], heads // k.shape[0], dim)
+    mask = None if keep is None else keep.view(1, 1, 1, -1)
+    out = scaled_dot_product_attention(packed, k[None], v[None], attn_mask=mask, scale=scale)
+    return out.reshape(heads, v.shape[-1])
+
+
+def decode_dense(
+    q: Tensor, kv: KVView, *, scale: float, allowed: Sequence[tuple[int, int]] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """See `ops.decode_dense`."""
+    rows, heads = q.shape[:2]
+    out = q.new_empty(rows, heads, kv.v.shape[-1])
+    if allowed is None:
+        for b in range(rows):
+            span = slice(kv.starts[b], kv.lengths[b])
+            keep = None if kv.valid is None else kv.valid[b, span]
+            out[b] = attend(q[b], kv.k[b, :, span], kv.v[b, :, span], scale, keep)
+        return out, None
+    mass = torch.zeros(rows, kv.k.shape[1], kv.k.shape[2], dtype=torch.float32, device=q.device)
+    for b in range(rows):
+        start, (low, high) = kv.starts[b], allowed[b]
+        logits = _row_logits(q[b].unsqueeze(1), kv, b, scale)
+        p = torch.softmax(logits[:, :, 0], dim=-1)
+        v = kv.v[b, :, start : kv.lengths[b]]
+        out[b] = torch.matmul(p.to(v.dtype), v).reshape(heads, -1)
+        if high > low:
+            mass[b, :, low:high] = allowed_probabilities(logits[..., low - start : high - start])[:, 0]
+    return out, mass
+
+
+def decode_sparse(
+    q: Tensor, kv: KVView, selection: Selection, window_start: Sequence[int], *, sink: int, scale: float
+) -> Tensor:
+    """See `ops.decode_sparse`."""
+    out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
+    group = q.shape[1] // kv.k.shape[1]
+    for b in range(q.shape[0]):
+        for h in range(kv.k.shape[1]):
+            chosen = selection.indices[b, h, : int(selection.counts[b, h])].long()
+            index = read_positions(kv, b, chosen, window_start[b], sink)
+            queries = q[b, h * group : (h + 1) * group]
+            out[b, h * group : (h + 1) * group] = attend(
+                queries, kv.k[b, h, index][None], kv.v[b, h, index][None], scale
+            )
+    return out
+
+
+def read_positions(kv: KVView, b: int, chosen: Tensor, window_start: int, sink: int) -> Tensor:
+    """Every position that a fast step of row `b` reads, ascending: sink, chosen, recent. int64 [N]."""
+    start, length = kv.starts[b], kv.lengths[b]
+    first = torch.arange(start, min(start + sink, window_start), device=chosen.device)
+    last = torch.arange(window_start, length, device=chosen.device)
+    if kv.valid is not None:
+        first, last = first[kv.valid[b, first]], last[kv.valid[b, last]]
+    return torch.cat([first, chosen, last])
+
+
+def tail_evidence(
+    q: Tensor,
+    kv: KVView,
+    positions: Sequence[Sequence[int]],
+    *,
+    scale: float,
+    allowed: Sequence[tuple[int, int]],
+    alpha: float,
+) -> Tensor:
+    """See `ops.tail_evidence`."""
+    rows, width = kv.k.shape[0], kv.k.shape[2]
+    mass = torch.zeros(rows, kv.k.shape[1], width, dtype=torch.float32, device=q.device)
+    for b in range(rows):
+        start, (low, high) = kv.starts[b], allowed[b]
+        real = [i for i, position in enumerate(positions[b]) if position >= 0]
+        if high <= low or not real:
+            continue
+        logits = _row_logits(q[b][:, real], kv, b, scale)[..., low - start : high - start]
+        seen_from = torch.tensor([positions[b][i] for i in real], device=q.device)
+        future = torch.arange(low, high, device=q.device)[None, :] > seen_from[:, None]
+        p = allowed_probabilities(logits.masked_fill(future, NEG_INF))
+        # a query older than all of J saw nothing of it and is no evidence
+        p = p[:, (seen_from >= low)] if bool((seen_from < low).any()) else p
+        if p.shape[1]:
+            mass[b, :, low:high] = power_mean(p, alpha)
+    return mass
+
+
+def _row_logits(q: Tensor, kv: KVView, b: int, scale: float) -> Tensor:
+    """fp32 logits of row b's queries over its span: q [H, W, D] -> [Hkv, G, W, length - start], holes at -inf."""
+    span = slice(kv.starts[b], kv.lengths[b])
+    k = kv.k[b, :, span]
+    heads, queries, dim = q.shape
+    packed = q.reshape(k.shape[0], -1, dim).float()
+    logits = torch.matmul(packed, k.float().transpose(1, 2)).mul_(scale)
+    logits = logits.view(k.shape[0], heads // k.shape[0], queries, -1)
+    return logits if kv.valid is None else logits.masked_fill(~kv.valid[b, span], NEG_INF)

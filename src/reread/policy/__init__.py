@@ -1,0 +1,1 @@
+"""When a step is slow (trigger, controller) and what it chooses (selector). No model, no loop, no kernels."""

@@ -1,0 +1,52 @@
+"""What a generation did: counted where it ran, not where it was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Stats:
+    """One call of `generate`.
+
+    Attributes:
+        slow_steps, fast_steps, full_steps: decode steps per row by kind; full = dense because the budget covers the
+            row (or mode="dense"). Steps after a row's end are not counted.
+        keys_read_share: keys read by full-attention layers in decode / keys that dense decoding would have read.
+        slow_reasons: how many slow steps each trigger caused, over all rows.
+        decode_steps: forward passes after the prefill.
+        new_tokens: tokens produced per row (padding after a row's end included).
+        prefill_s: seconds until the first token was chosen.
+        decode_s: seconds from there to the end.
+        backend: the ops that ran ("reference" or "triton").
+        sparse_layers: how many layers went through reread; total_layers: of how many.
+        config: `Config.to_dict()`.
+        notes: what the user should know, e.g. a trigger that could not work.
+    """
+
+    slow_steps: list[int] = field(default_factory=list)
+    fast_steps: list[int] = field(default_factory=list)
+    full_steps: list[int] = field(default_factory=list)
+    keys_read_share: float = 1.0
+    slow_reasons: dict[str, int] = field(default_factory=dict)
+    decode_steps: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    backend: str = ""
+    sparse_layers: int = 0
+    total_layers: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed: steps times rows over decode_s; 0 if nothing was decoded."""
+        rows = max(1, len(self.slow_steps))
+        return self.decode_steps * rows / self.decode_s if self.decode_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, `tokens_per_s` included, for JSON."""
+        return {**dataclasses.asdict(self), "tokens_per_s": self.tokens_per_s}

@@ -1,0 +1,73 @@
+"""The nouns of the house. Shape letters used everywhere:
+
+B batch rows, T queries of one call, L cached tokens, H query heads, Hkv KV heads, G = H / Hkv, D head dim,
+K selected positions, N keys that one fast step reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class StepKind(Enum):
+    """How one row reads its cache in one decode step."""
+
+    FAST = "fast"  # sink + selected + recent
+    SLOW = "slow"  # everything, and the Selector chooses again
+    FULL = "full"  # everything, because the budget covers all keys (or mode="dense"); nothing is chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which cached positions each KV head may read besides sink and recent.
+
+    Attributes:
+        indices: int32 [B, Hkv, K], ascending, padded with -1 behind the last valid entry.
+        counts: int32 [B, Hkv], how many entries of each row of `indices` are valid.
+    """
+
+    indices: Tensor
+    counts: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.indices.dim() == 3 and self.counts.shape == self.indices.shape[:2]
+        assert self.indices.dtype == torch.int32 and self.counts.dtype == torch.int32
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """Keys and values as they lie in a contiguous cache, with each row's valid span.
+
+    Attributes:
+        k: [B, Hkv, L, D] keys after RoPE and QK-norm, at their original positions.
+        v: [B, Hkv, L, Dv] values.
+        starts: per row, the first valid position (left padding lies before it).
+        lengths: per row, one past the last valid position.
+        valid: bool [B, L] where the valid positions have holes (padding between two turns); None means every
+            position in [start, length) is valid.
+    """
+
+    k: Tensor
+    v: Tensor
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    valid: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows = self.k.shape[0]
+        assert self.k.shape[:3] == self.v.shape[:3]
+        assert len(self.starts) == len(self.lengths) == rows
+
+    def row(self, b: int) -> KVView:
+        """The same view of row `b` alone (no copy)."""
+        return KVView(
+            self.k[b : b + 1],
+            self.v[b : b + 1],
+            self.starts[b : b + 1],
+            self.lengths[b : b + 1],
+            None if self.valid is None else self.valid[b : b + 1],
+        )

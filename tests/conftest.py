@@ -1,0 +1,37 @@
+"""What all tests share: a quiet, reproducible set-up and the place of the shared material."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED = REPO.parent / "shared"
+
+# derandomize: the same examples on every machine; HYPOTHESIS_PROFILE=search looks for new ones
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("search", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker, why in (
+        ("slow", "takes more than a few seconds; CI runs it all the same"),
+        ("gpu", "needs a CUDA device"),
+    ):
+        config.addinivalue_line("markers", f"{marker}: {why}")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the workers share the cores already
+
+
+@pytest.fixture(scope="session")
+def needle_dir() -> Path:
+    """The retrieval checkpoint that lies beside the repository; tests that need it skip where it is missing."""
+    folder = SHARED / "models" / "needle-27m"
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip("needle-27m is not here: expected ../shared/models/needle-27m beside the repository")
+    return folder
