@@ -1,4 +1,5 @@
-"""The one place where policy and ops meet: one layer's attention in one decode step, row by row slow or fast."""
+"""The one place where policy and ops meet: one layer's attention in one decode step, row by row
+slow or fast."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ DEFAULT_ROOM = 64  # steps that a compact copy has room for where no interval bo
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What all layers of one decode step have in common. Made by the session from the Controller's decision.
+    """What all layers of one decode step have in common. Made by the session from the Controller's
+    decision.
 
     Attributes:
         kinds: per row.
@@ -39,7 +41,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Meter:
-    """Counts what really ran: rows x layers by kind, and keys read against keys a dense step would have read."""
+    """Counts what really ran: rows x layers by kind, and keys read against keys a dense step would
+    have read."""
 
     runs: list[dict[StepKind, int]]
     keys_read: int = 0
@@ -55,14 +58,16 @@ class Meter:
         self.keys_cached += cached
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LayerState:
     """One full-attention layer of one conversation.
 
     Attributes:
         kv: all keys and values.
-        compact: per row what fast steps read, None before the first selection or after it was invalidated.
-        tail: the last W queries of the prefill, [B, H, <= W, D], evidence for a selection without a slow step.
+        compact: per row what fast steps read, None before the first selection or after it was
+            invalidated.
+        tail: the last W queries of the prefill, [B, H, <= W, D], evidence for a selection without
+            a slow step.
         tail_end: cached columns when the tail was taken.
     """
 
@@ -77,9 +82,14 @@ class LayerState:
         self.tail, self.tail_end = None, 0
 
     def remember_tail(self, q: Tensor, width: int) -> None:
-        """Keep the newest `width` prefill queries q [B, H, T, D] (after RoPE), whatever the size of the chunks."""
+        """Keep the newest `width` prefill queries q [B, H, T, D] (after RoPE), whatever the size
+        of the chunks."""
         tail = q[:, :, -width:]
-        if self.tail is not None and self.tail_end == self.kv.length - q.shape[2] and tail.shape[2] < width:
+        if (
+            self.tail is not None
+            and self.tail_end == self.kv.length - q.shape[2]
+            and tail.shape[2] < width
+        ):
             tail = torch.cat([self.tail[:, :, -(width - tail.shape[2]) :], tail], dim=2)
         self.tail = tail.clone()
         self.tail_end = self.kv.length
@@ -89,7 +99,9 @@ class LayerState:
         return self.compact[row] is not None or self.tail is not None
 
 
-def decode_step(state: LayerState, q: Tensor, plan: StepPlan, config: Config, scale: float, meter: Meter) -> Tensor:
+def decode_step(
+    state: LayerState, q: Tensor, plan: StepPlan, config: Config, scale: float, meter: Meter
+) -> Tensor:
     """Attention of one new token per row; its key and value are already in `state.kv`.
 
     Args:
@@ -98,7 +110,9 @@ def decode_step(state: LayerState, q: Tensor, plan: StepPlan, config: Config, sc
     Returns:
         [B, H, Dv].
     """
-    view = KVView(state.kv.keys, state.kv.values, plan.starts, (plan.length,) * q.shape[0], plan.valid)
+    view = KVView(
+        state.kv.keys, state.kv.values, plan.starts, (plan.length,) * q.shape[0], plan.valid
+    )
     out = q.new_empty(*q.shape[:2], view.v.shape[-1])
     for b, kind in enumerate(plan.kinds):
         row = view.row(b)
@@ -122,7 +136,9 @@ def _first(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]
     return out[0], None if mass is None else mass[0]
 
 
-def _fast(state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float) -> tuple[Tensor, int]:
+def _fast(
+    state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
+) -> tuple[Tensor, int]:
     compact = state.compact[b]
     if compact is None:
         # the first step after a prefill, chosen by the prefill's own last queries
@@ -131,7 +147,9 @@ def _fast(state: LayerState, b: int, q: Tensor, row: KVView, config: Config, sca
     return attend(q, compact.keys, compact.values, scale), compact.count
 
 
-def _slow(state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float) -> Tensor:
+def _slow(
+    state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
+) -> Tensor:
     allowed = allowed_span(row.starts[0], row.lengths[0], config)
     out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed]))
     assert mass is not None
@@ -139,23 +157,38 @@ def _slow(state: LayerState, b: int, q: Tensor, row: KVView, config: Config, sca
     return out
 
 
-def _select_from_tail(state: LayerState, b: int, row: KVView, config: Config, scale: float) -> CompactKV:
+def _select_from_tail(
+    state: LayerState, b: int, row: KVView, config: Config, scale: float
+) -> CompactKV:
     assert state.tail is not None, "a fast step needs a selection or the prefill's tail"
     end, width = state.tail_end, state.tail.shape[2]
     before = KVView(
-        row.k[:, :, :end], row.v[:, :, :end], row.starts, (end,), None if row.valid is None else row.valid[:, :end]
+        row.k[:, :, :end],
+        row.v[:, :, :end],
+        row.starts,
+        (end,),
+        None if row.valid is None else row.valid[:, :end],
     )
     positions = range(end - width, end)
-    real = [p if p >= row.starts[0] and (row.valid is None or bool(row.valid[0, p])) else -1 for p in positions]
+    real = [
+        p if p >= row.starts[0] and (row.valid is None or bool(row.valid[0, p])) else -1
+        for p in positions
+    ]
     allowed = allowed_span(row.starts[0], end, config)
     mass = ops.tail_evidence(
-        state.tail[b : b + 1], before, [real], scale=scale, allowed=[allowed], alpha=config.selector.alpha
+        state.tail[b : b + 1],
+        before,
+        [real],
+        scale=scale,
+        allowed=[allowed],
+        alpha=config.selector.alpha,
     )[0]
     return _refresh(state, b, before, mass, allowed, config)
 
 
 def allowed_span(start: int, length: int, config: Config) -> tuple[int, int]:
-    """J = [low, high): all positions but the sink and the recent window (the current token is in the window)."""
+    """J = [low, high): all positions but the sink and the recent window (the current token is in
+    the window)."""
     low = start + config.sink
     return low, max(low, length - config.recent)
 
@@ -175,7 +208,9 @@ def _refresh(
         low,
         None if row.valid is None else row.valid[0, span],
     )
-    kept = int(counts[0]) if counts.numel() else 0  # validity is per row, so all KV heads keep equally many
+    kept = (
+        int(counts[0]) if counts.numel() else 0
+    )  # validity is per row, so all KV heads keep equally many
     room = config.triggers.t_max or DEFAULT_ROOM
     window_start = min(high, row.lengths[0])  # a row shorter than the sink has no window
     return CompactKV(row, indices[:, :kept].long(), window_start, config.sink, room)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
+from .checks import is_real, require, require_bool, require_int, require_real
 from .errors import ConfigError
 
 Mode = Literal["slow-fast", "dense"]
@@ -15,51 +15,32 @@ Backend = Literal["auto", "reference", "triton"]
 PresetName = Literal["default", "paper", "dense"]
 
 
-def _require(ok: bool, name: str, value: object, want: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={value!r} is not possible: {want}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require_int(name: str, value: object, low: int) -> None:
-    _require(_is_int(value) and int(value) >= low, name, value, f"an integer of at least {low}")  # type: ignore[call-overload]
-
-
-def _require_real(name: str, value: object, low: float, high: float = math.inf) -> None:
-    want = f"a number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
-    _require(_is_real(value) and low <= float(value) <= high, name, value, want)  # type: ignore[arg-type]
-
-
-def _require_bool(name: str, value: object) -> None:
-    _require(isinstance(value, bool), name, value, "true or false")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftNMS:
     """Refinement of the paper: a position is pulled down by the excess of its best neighbour.
 
-    z <- z - alpha * max(0, localmax(z) - z), localmax over `neighbourhood` positions centred on it (SFI, step 6).
+    z <- z - alpha * max(0, localmax(z) - z), localmax over `neighbourhood` positions centred on it
+    (SFI, step 6).
     """
 
     alpha: float = 0.5
     neighbourhood: int = 5
 
     def __post_init__(self) -> None:
-        _require_real("soft_nms.alpha", self.alpha, 0.0)
-        _require_int("soft_nms.neighbourhood", self.neighbourhood, 1)
-        _require(self.neighbourhood % 2 == 1, "soft_nms.neighbourhood", self.neighbourhood, "an odd number")
+        require_real("soft_nms.alpha", self.alpha, 0.0)
+        require_int("soft_nms.neighbourhood", self.neighbourhood, 1)
+        require(
+            self.neighbourhood % 2 == 1,
+            "soft_nms.neighbourhood",
+            self.neighbourhood,
+            "an odd number",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Refinement that keeps spans: each position's score spreads, by maximum, to its neighbours before top-K.
+    """Refinement that keeps spans: each position's score spreads, by maximum, to its neighbours
+    before top-K.
 
     `back` positions before it and `ahead` positions after it (in the text) take over its score.
     """
@@ -68,8 +49,8 @@ class Span:
     ahead: int = 24
 
     def __post_init__(self) -> None:
-        _require_int("span.back", self.back, 0)
-        _require_int("span.ahead", self.ahead, 0)
+        require_int("span.back", self.back, 0)
+        require_int("span.ahead", self.ahead, 0)
 
 
 Refinement = SoftNMS | Span
@@ -81,11 +62,14 @@ class TriggerConfig:
     """When the next decode step of a row is slow. Any of the triggers suffices.
 
     Attributes:
-        boundary: the previous token ends a sentence or a line (token ids taken from the tokenizer's vocabulary).
-        t_max: at the latest every `t_max` steps; 1 makes every step slow, None switches the interval off.
-        uncertainty: entropy of the previous step's output distribution above this many nats; None switches it off.
-        first_step: the first decode step after a prefill is slow; otherwise it uses what the prefill's last
-            `selector.tail_queries` queries chose.
+        boundary: the previous token ends a sentence or a line (token ids taken from the
+            tokenizer's vocabulary).
+        t_max: at the latest every `t_max` steps; 1 makes every step slow, None switches the
+            interval off.
+        uncertainty: entropy of the previous step's output distribution above this many nats; None
+            switches it off.
+        first_step: the first decode step after a prefill is slow; otherwise it uses what the
+            prefill's last `selector.tail_queries` queries chose.
     """
 
     boundary: bool = True
@@ -94,12 +78,12 @@ class TriggerConfig:
     first_step: bool = True
 
     def __post_init__(self) -> None:
-        _require_bool("triggers.boundary", self.boundary)
-        _require_bool("triggers.first_step", self.first_step)
+        require_bool("triggers.boundary", self.boundary)
+        require_bool("triggers.first_step", self.first_step)
         if self.t_max is not None:
-            _require_int("triggers.t_max", self.t_max, 1)
+            require_int("triggers.t_max", self.t_max, 1)
         if self.uncertainty is not None:
-            _require_real("triggers.uncertainty", self.uncertainty, 0.0)
+            require_real("triggers.uncertainty", self.uncertainty, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +115,15 @@ class SelectorConfig:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        _require_int("selector.tail_queries", self.tail_queries, 1)
-        _require_real("selector.lambda_clip", self.lambda_clip, 0.0, 1.0)
+        require_int("selector.tail_queries", self.tail_queries, 1)
+        require_real("selector.lambda_clip", self.lambda_clip, 0.0, 1.0)
         for name in ("gamma", "beta", "p", "eta", "alpha_cross"):
-            _require_real(f"selector.{name}", getattr(self, name), 0.0)
+            require_real(f"selector.{name}", getattr(self, name), 0.0)
         for name in ("alpha", "temperature", "eps"):
             value = getattr(self, name)
-            _require(_is_real(value) and value > 0, f"selector.{name}", value, "a number above 0")
+            require(is_real(value) and value > 0, f"selector.{name}", value, "a number above 0")
         ok = self.refine is None or isinstance(self.refine, SoftNMS | Span)
-        _require(ok, "selector.refine", self.refine, "SoftNMS(...), Span(...) or None")
+        require(ok, "selector.refine", self.refine, "SoftNMS(...), Span(...) or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +131,15 @@ class Config:
     """Everything that decides what reread does to a model. Frozen: change it with `updated`.
 
     Attributes:
-        mode: "slow-fast", or "dense": every step reads everything, from the same preallocated cache.
+        mode: "slow-fast", or "dense": every step reads everything, from the same cache.
         sink: first positions of a row, always read.
         recent: newest positions, always read; at least 1, the current token is one of them.
         k: selected positions per KV head.
         triggers: when a step is slow.
         selector: how a slow step chooses.
-        backend: "auto" (Triton kernels on CUDA once they exist for the shape, else the reference), or one by name.
-        dense_below_budget: while sink + recent + k covers the whole row, run dense attention (equal result, no
-            gathering). False forces the sparse path even there; a debugging aid.
+        backend: "auto", or the ops by name ("reference", "triton"); never a silent fallback.
+        dense_below_budget: while sink + recent + k covers the whole row, run dense attention
+            (equal result, no gathering). False forces the sparse path even there; a debugging aid.
 
     Raises:
         ConfigError: a value that cannot be right, by name.
@@ -171,14 +155,25 @@ class Config:
     dense_below_budget: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.mode in get_args(Mode), "mode", self.mode, f"one of {', '.join(get_args(Mode))}")
-        _require(self.backend in get_args(Backend), "backend", self.backend, f"one of {', '.join(get_args(Backend))}")
-        _require_int("sink", self.sink, 0)
-        _require_int("recent", self.recent, 1)
-        _require_int("k", self.k, 1)
-        _require_bool("dense_below_budget", self.dense_below_budget)
-        _require(isinstance(self.triggers, TriggerConfig), "triggers", self.triggers, "a TriggerConfig")
-        _require(isinstance(self.selector, SelectorConfig), "selector", self.selector, "a SelectorConfig")
+        require(
+            self.mode in get_args(Mode), "mode", self.mode, f"one of {', '.join(get_args(Mode))}"
+        )
+        require(
+            self.backend in get_args(Backend),
+            "backend",
+            self.backend,
+            f"one of {', '.join(get_args(Backend))}",
+        )
+        require_int("sink", self.sink, 0)
+        require_int("recent", self.recent, 1)
+        require_int("k", self.k, 1)
+        require_bool("dense_below_budget", self.dense_below_budget)
+        require(
+            isinstance(self.triggers, TriggerConfig), "triggers", self.triggers, "a TriggerConfig"
+        )
+        require(
+            isinstance(self.selector, SelectorConfig), "selector", self.selector, "a SelectorConfig"
+        )
 
     @property
     def budget(self) -> int:
@@ -199,7 +194,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, for JSON; `from_dict` takes it back."""
-        return _encode(self)
+        return dict(_encode(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
@@ -211,16 +206,20 @@ class Config:
         return _decode(cls, values, "")
 
     def updated(self, changes: Mapping[str, Any]) -> Config:
-        """A copy with some values changed. Keys are dotted paths ("triggers.t_max") or a unique last part ("t_max").
+        """A copy with some values changed. Keys are dotted paths ("triggers.t_max") or a unique
+        last part ("t_max").
 
-        Letter case does not matter ("K", "T_max"). `refine` takes "span", "soft_nms", "none" or a dict with "kind".
+        Letter case does not matter ("K", "T_max"). `refine` takes "span", "soft_nms", "none" or a
+        dict with "kind".
 
         Raises:
             ConfigError: a key that is unknown or ambiguous, or a value that cannot be right.
         """
         tree = self.to_dict()
         # a change of kind goes first: it brings the new kind's own keys into being
-        for key, value in sorted(changes.items(), key=lambda item: not item[0].lower().endswith("refine")):
+        for key, value in sorted(
+            changes.items(), key=lambda item: not item[0].lower().endswith("refine")
+        ):
             *parents, leaf = _resolve(tree, key)
             node = tree
             for part in parents:
@@ -242,17 +241,21 @@ _C = TypeVar("_C")
 
 def _decode(cls: type[_C], values: Mapping[str, Any], path: str) -> _C:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path.rstrip('.') or 'config'}={values!r} is not possible: a mapping of keys to values")
+        raise ConfigError(f"{path.rstrip('.') or 'config'}={values!r} is not possible: a mapping")
     fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ConfigError(f"unknown key {path + str(key)!r}: one of {', '.join(sorted(fields))}")
+            raise ConfigError(
+                f"unknown key {path + str(key)!r}: one of {', '.join(sorted(fields))}"
+            )
     nested: dict[str, Callable[[Any], Any]] = {
         "triggers": lambda v: _decode(TriggerConfig, v, "triggers."),
         "selector": lambda v: _decode(SelectorConfig, v, "selector."),
         "refine": lambda v: _decode_refine(v, path + "refine"),
     }
-    return cls(**{key: nested[key](value) if key in nested else value for key, value in values.items()})
+    return cls(
+        **{key: nested[key](value) if key in nested else value for key, value in values.items()}
+    )
 
 
 def _decode_refine(value: Any, name: str) -> Refinement | None:
@@ -265,7 +268,9 @@ def _decode_refine(value: Any, name: str) -> Refinement | None:
     if kind == "none" and not rest:
         return None
     if kind not in _REFINEMENTS:
-        raise ConfigError(f"{name}={value!r} is not possible: kind is one of {', '.join(_REFINEMENTS)}, none")
+        raise ConfigError(
+            f"{name}={value!r} is not possible: kind is one of {', '.join(_REFINEMENTS)}, none"
+        )
     return _decode(_REFINEMENTS[kind], rest, f"{name}.")
 
 

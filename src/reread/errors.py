@@ -16,7 +16,8 @@ class InputError(RereadError, ValueError):
 
 
 class UnsupportedError(RereadError, NotImplementedError):
-    """A model, cache or decoding mode that reread does not handle; raised before the first token."""
+    """A model, cache or decoding mode that reread does not handle; raised before the first
+    token."""
 
 
 class NumericalError(RereadError, ArithmeticError):

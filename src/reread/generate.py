@@ -48,19 +48,26 @@ def generate(
         config: None is `Config.preset("default")`.
         max_new_tokens: at most this many new tokens per row, at least 1.
         tokenizer, progress: as for `attach`.
-        prefill_chunk: tokens per prefill pass, None for all at once; the result does not depend on it.
-        options: further arguments of transformers' `generate` (do_sample, streamer, past_key_values, ...).
+        prefill_chunk: tokens per prefill pass, None for all at once; the result does not depend on
+            it.
+        options: further arguments of transformers' `generate` (do_sample, streamer,
+            past_key_values, ...).
 
     Raises:
-        InputError, UnsupportedError, NumericalError: as `attach`; always before a wrong token could be returned.
+        InputError, UnsupportedError, NumericalError: as `attach`; always before a wrong token
+            could be returned.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
             raise InputError(f"{name}={value!r} is not possible: an integer of at least 1")
     if prefill_chunk is not None:
         options["prefill_chunk_size"] = prefill_chunk
     if options.get("return_dict_in_generate"):
-        raise InputError("return_dict_in_generate: use `attach` and model.generate for transformers' own output classes")
+        raise InputError(
+            "return_dict_in_generate: use `attach` and model.generate for transformers' own output"
+        )
     with attach(model, config, tokenizer=tokenizer, progress=progress) as session:
         sequences = model.generate(
             input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options

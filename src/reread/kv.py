@@ -1,4 +1,5 @@
-"""Where keys and values lie: a preallocated cache that only grows, and each row's compact copy for fast steps."""
+"""Where keys and values lie: a preallocated cache that only grows, and each row's compact copy for
+fast steps."""
 
 from __future__ import annotations
 
@@ -7,14 +8,18 @@ from torch import Tensor
 
 from .types import KVView
 
-GROWTH_SHARE = 16  # a full buffer grows by 1/16 of its length: at most 6.25 % of the KV bytes lie idle...
+GROWTH_SHARE = (
+    16  # a full buffer grows by 1/16 of its length: at most 6.25 % of the KV bytes lie idle...
+)
 GROWTH_STEP = 64  # ...or by this many positions, where that is more
 
 
 class GrowingKV:
-    """Keys and values of one layer, [B, Hkv, capacity, D], written in place and never moved within a row.
+    """Keys and values of one layer, [B, Hkv, capacity, D], written in place and never moved within
+    a row.
 
-    Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the key).
+    Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
+    key).
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
@@ -26,7 +31,8 @@ class GrowingKV:
         self._norms: Tensor | None = None
 
     def reserve(self, positions: int) -> None:
-        """Ask for room for `positions` in total at the next growth, so that a known length is allocated once."""
+        """Ask for room for `positions` in total at the next growth, so that a known length is
+        allocated once."""
         self.reserved = max(self.reserved, positions)
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -98,11 +104,13 @@ class GrowingKV:
 class CompactKV:
     """What fast steps of one row read, contiguous: [sink | selected | recent], [Hkv, N, D].
 
-    Made at a slow step; then every new token is appended to its recent part. Positions are baked into the keys by RoPE,
-    so the order of the parts does not matter.
+    Made at a slow step; then every new token is appended to its recent part. Positions are baked
+    into the keys by RoPE, so the order of the parts does not matter.
     """
 
-    def __init__(self, kv: KVView, selected: Tensor, window_start: int, sink: int, room: int) -> None:
+    def __init__(
+        self, kv: KVView, selected: Tensor, window_start: int, sink: int, room: int
+    ) -> None:
         """Gather row 0 of `kv` (a view of a single row).
 
         Args:
@@ -124,7 +132,9 @@ class CompactKV:
         self.selected = selected
 
     @staticmethod
-    def _gather(cache: Tensor, index: Tensor, window: slice | Tensor, room: int) -> tuple[Tensor, int]:
+    def _gather(
+        cache: Tensor, index: Tensor, window: slice | Tensor, room: int
+    ) -> tuple[Tensor, int]:
         recent = cache[:, window]
         fixed, count = index.shape[1], index.shape[1] + recent.shape[1]
         out = cache.new_empty(cache.shape[0], count + room, cache.shape[2])

@@ -12,9 +12,10 @@ class Stats:
     """One call of `generate`.
 
     Attributes:
-        slow_steps, fast_steps, full_steps: decode steps per row by kind; full = dense because the budget covers the
-            row (or mode="dense"). Steps after a row's end are not counted.
-        keys_read_share: keys read by full-attention layers in decode / keys that dense decoding would have read.
+        slow_steps, fast_steps, full_steps: decode steps per row by kind; full = dense because the
+            budget covers the row (or mode="dense"). Steps after a row's end are not counted.
+        keys_read_share: keys read by full-attention layers in decode / keys that dense decoding
+            would have read.
         slow_reasons: how many slow steps each trigger caused, over all rows.
         decode_steps: forward passes after the prefill.
         new_tokens: tokens produced per row (padding after a row's end included).

@@ -1,6 +1,7 @@
 """The nouns of the house. Shape letters used everywhere:
 
-B batch rows, T queries of one call, L cached tokens, H query heads, Hkv KV heads, G = H / Hkv, D head dim,
+B batch rows, T queries of one call, L cached tokens, H query heads, Hkv KV heads, G = H / Hkv,
+D head dim,
 K selected positions, N keys that one fast step reads.
 """
 
@@ -18,7 +19,7 @@ class StepKind(Enum):
 
     FAST = "fast"  # sink + selected + recent
     SLOW = "slow"  # everything, and the Selector chooses again
-    FULL = "full"  # everything, because the budget covers all keys (or mode="dense"); nothing is chosen
+    FULL = "full"  # everything: the budget covers all keys, or mode="dense"; no choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ class Selection:
     counts: Tensor
 
     def __post_init__(self) -> None:
-        assert self.indices.dim() == 3 and self.counts.shape == self.indices.shape[:2]
-        assert self.indices.dtype == torch.int32 and self.counts.dtype == torch.int32
+        assert self.indices.dim() == 3
+        assert self.counts.shape == self.indices.shape[:2]
+        assert self.indices.dtype == self.counts.dtype == torch.int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class KVView:
         v: [B, Hkv, L, Dv] values.
         starts: per row, the first valid position (left padding lies before it).
         lengths: per row, one past the last valid position.
-        valid: bool [B, L] where the valid positions have holes (padding between two turns); None means every
-            position in [start, length) is valid.
+        valid: bool [B, L] where the valid positions have holes (padding between two turns); None
+            means every position in [start, length) is valid.
     """
 
     k: Tensor

@@ -1,4 +1,5 @@
-"""The PyTorch meaning of every op. Rows are computed one by one: a row's result cannot depend on its neighbours."""
+"""The PyTorch meaning of every op. Rows are computed one by one: a row's result cannot depend on
+its neighbours."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from ..types import KVView, Selection
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor | None = None) -> Tensor:
-    """One row, no causality: q [H, D], k [Hkv, N, D], v [Hkv, N, Dv], keep bool [N] or None -> [H, Dv].
+    """One row, no causality: q [H, D], k [Hkv, N, D], v [Hkv, N, Dv], keep bool [N] or None -> [H,
+    Dv].
 
-    The G query heads of a KV head form the rows of one small matrix, so K and V are read once, never repeated.
+    The G query heads of a KV head form the rows of one small matrix, so K and V are read once,
+    never repeated.
     """
     heads, dim = q.shape
     packed = q.view(1, k.shape[0], heads // k.shape[0], dim)
@@ -44,12 +47,20 @@ def decode_dense(
         v = kv.v[b, :, start : kv.lengths[b]]
         out[b] = torch.matmul(p.to(v.dtype), v).reshape(heads, -1)
         if high > low:
-            mass[b, :, low:high] = allowed_probabilities(logits[..., low - start : high - start])[:, 0]
+            mass[b, :, low:high] = allowed_probabilities(logits[..., low - start : high - start])[
+                :, 0
+            ]
     return out, mass
 
 
 def decode_sparse(
-    q: Tensor, kv: KVView, selection: Selection, window_start: Sequence[int], *, sink: int, scale: float
+    q: Tensor,
+    kv: KVView,
+    selection: Selection,
+    window_start: Sequence[int],
+    *,
+    sink: int,
+    scale: float,
 ) -> Tensor:
     """See `ops.decode_sparse`."""
     out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
@@ -66,7 +77,8 @@ def decode_sparse(
 
 
 def read_positions(kv: KVView, b: int, chosen: Tensor, window_start: int, sink: int) -> Tensor:
-    """Every position that a fast step of row `b` reads, ascending: sink, chosen, recent. int64 [N]."""
+    """Every position that a fast step of row `b` reads, ascending: sink, chosen, recent. int64
+    [N]."""
     start, length = kv.starts[b], kv.lengths[b]
     first = torch.arange(start, min(start + sink, window_start), device=chosen.device)
     last = torch.arange(window_start, length, device=chosen.device)
@@ -104,7 +116,8 @@ def tail_evidence(
 
 
 def _row_logits(q: Tensor, kv: KVView, b: int, scale: float) -> Tensor:
-    """fp32 logits of row b's queries over its span: q [H, W, D] -> [Hkv, G, W, length - start], holes at -inf."""
+    """fp32 logits of row b's queries over its span: q [H, W, D] -> [Hkv, G, W, length - start],
+    holes at -inf."""
     span = slice(kv.starts[b], kv.lengths[b])
     k = kv.k[b, :, span]
     heads, queries, dim = q.shape

@@ -1,4 +1,5 @@
-"""Per-row state of slow-fast decoding: decides slow or fast before layer 0. Owns no loop and no model."""
+"""Per-row state of slow-fast decoding: decides slow or fast before layer 0. Owns no loop and no
+model."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Controller:
 
     Args:
         config: the triggers and the budget.
-        boundary: bool [vocabulary], tokens that end a sentence or line; None where no tokenizer is known.
+        boundary: bool [vocabulary], tokens that end a sentence or line; None where no tokenizer is
+            known.
         rows: batch size.
     """
 
@@ -37,7 +39,8 @@ class Controller:
         self.reasons: Counter[str] = Counter()
 
     def prefilled(self) -> None:
-        """A prefill (or a further turn) has written keys: what was remembered about decoding no longer holds."""
+        """A prefill (or a further turn) has written keys: what was remembered about decoding no
+        longer holds."""
         for row in self.rows:
             row.fresh, row.since_slow, row.uncertain = True, 0, False
 
@@ -47,9 +50,11 @@ class Controller:
         """The kind of the step that is about to run, per row.
 
         Args:
-            tokens: the tokens that go in (the previous step's output), one per row; None where unknown (embeddings).
+            tokens: the tokens that go in (the previous step's output), one per row; None where
+                unknown (embeddings).
             keys: valid keys of each row, the current token included.
-            has_selection: whether each row has a selection (or evidence of a prefill) that a fast step could use.
+            has_selection: whether each row has a selection (or evidence of a prefill) that a fast
+                step could use.
         """
         kinds = []
         for b, row in enumerate(self.rows):
@@ -69,7 +74,12 @@ class Controller:
             return "first"
         if triggers.t_max is not None and row.since_slow + 1 >= triggers.t_max:
             return "interval"
-        if triggers.boundary and self.boundary is not None and token is not None and bool(self.boundary[token]):
+        if (
+            triggers.boundary
+            and self.boundary is not None
+            and token is not None
+            and bool(self.boundary[token])
+        ):
             return "boundary"
         return "uncertainty" if row.uncertain else ""
 

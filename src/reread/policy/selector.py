@@ -1,7 +1,8 @@
 """The Selector of slow-fast decoding (SFI, arXiv 2603.12038), one small function per equation.
 
-All functions work on one batch row. `n` is the size of J, the allowed positions: everything between the sink and the
-recent window. Positions count from 0 within J; `select` shifts them back. Evidence and prior are distributions over J.
+All functions work on one batch row. `n` is the size of J, the allowed positions: everything
+between the sink and the recent window. Positions count from 0 within J; `select` shifts them back.
+Evidence and prior are distributions over J.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ def allowed_probabilities(logits: Tensor) -> Tensor:
     Returns:
         fp32 [Hkv, W, n]; a query that may look nowhere in J contributes zeros.
     """
-    # a row of -inf alone softmaxes to NaN and counts as nothing; NaN logits show in the model's output, which is checked
+    # a row of -inf alone softmaxes to NaN and counts as nothing; NaN logits show in the model's
+    # output, which is checked
     return torch.softmax(logits.float(), dim=-1).nan_to_num(0.0).mean(dim=1)
 
 
 def power_mean(p: Tensor, alpha: float) -> Tensor:
-    """Step 2: mu(j) = mean over W of p^alpha; f = mu^(1/alpha), normalised. With W = 1, f is p itself.
+    """Step 2: mu(j) = mean over W of p^alpha; f = mu^(1/alpha), normalised. With W = 1, f is p
+    itself.
 
     Args:
         p: [Hkv, W, n] distributions over J (or zeros).
@@ -56,8 +59,11 @@ def key_norm_prior(norms: Tensor, gamma: float, eps: float) -> Tensor:
     return torch.softmax(-gamma * torch.log(norms.float() + eps), dim=-1)
 
 
-def position_prior(n: int, beta: float, p: float, eta: float, eps: float, device: torch.device) -> Tensor:
-    """Step 3: pi_pos(j) proportional to exp(-beta u^p) (1 - u + eps)^eta, u = 0 for the oldest and 1 for the newest.
+def position_prior(
+    n: int, beta: float, p: float, eta: float, eps: float, device: torch.device
+) -> Tensor:
+    """Step 3: pi_pos(j) proportional to exp(-beta u^p) (1 - u + eps)^eta, u = 0 for the oldest and
+    1 for the newest.
 
     Returns:
         fp32 [n], sums to 1.
@@ -75,13 +81,16 @@ def prior(norms: Tensor, config: SelectorConfig, valid: Tensor | None = None) ->
     Returns:
         r, fp32 [Hkv, n], each head's row sums to 1.
     """
-    positions = position_prior(norms.shape[-1], config.beta, config.p, config.eta, config.eps, norms.device)
+    positions = position_prior(
+        norms.shape[-1], config.beta, config.p, config.eta, config.eps, norms.device
+    )
     r = key_norm_prior(norms, config.gamma, config.eps) * positions
     return normalise(r if valid is None else r * valid)
 
 
 def mixing_weight(f: Tensor, r: Tensor, lambda_clip: float) -> Tensor:
-    """Step 5: the lambda that minimises ||(1 - lambda) f + lambda r||_2, clipped to [0, lambda_clip].
+    """Step 5: the lambda that minimises ||(1 - lambda) f + lambda r||_2, clipped to [0,
+    lambda_clip].
 
     lambda* = (||f||^2 - f.r) / (||f||^2 - 2 f.r + ||r||^2), per head; 0 where f equals r.
 
@@ -99,12 +108,14 @@ def mixing_weight(f: Tensor, r: Tensor, lambda_clip: float) -> Tensor:
 
 
 def fuse(f: Tensor, r: Tensor, lam: Tensor | float) -> Tensor:
-    """Step 4: s = (1 - lambda) f + lambda r, the minimiser of (1 - lambda) KL(f||s) + lambda KL(r||s)."""
+    """Step 4: s = (1 - lambda) f + lambda r, the minimiser of (1 - lambda) KL(f||s) + lambda
+    KL(r||s)."""
     return (1.0 - lam) * f + lam * r
 
 
 def soft_nms(z: Tensor, config: SoftNMS) -> Tensor:
-    """Step 6: z <- z - alpha * max(0, localmax(z) - z) over a centred neighbourhood. z: [Hkv, n]."""
+    """Step 6: z <- z - alpha * max(0, localmax(z) - z) over a centred neighbourhood. z: [Hkv,
+    n]."""
     reach = config.neighbourhood // 2
     excess = window_max(z, reach, reach) - z
     # -inf (a position that may not be chosen) minus -inf is NaN; such a position stays -inf
@@ -112,12 +123,14 @@ def soft_nms(z: Tensor, config: SoftNMS) -> Tensor:
 
 
 def spread(z: Tensor, config: Span) -> Tensor:
-    """Each position's score spread, by maximum, to `back` positions before and `ahead` after it. z: [Hkv, n]."""
+    """Each position's score spread, by maximum, to `back` positions before and `ahead` after it.
+    z: [Hkv, n]."""
     return window_max(z, config.ahead, config.back)
 
 
 def window_max(z: Tensor, before: int, after: int) -> Tensor:
-    """out(i) = max of z over [i - before, i + after], cut at the ends. z: [..., n]. O(n log(before + after))."""
+    """out(i) = max of z over [i - before, i + after], cut at the ends. z: [..., n]. O(n log(before
+    + after))."""
     width = before + after + 1
     out = torch.nn.functional.pad(z, (before, after), value=NEG_INF)
     covered = 1
@@ -145,7 +158,9 @@ def top_k(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     width = min(k, z.shape[-1])
     if width == 0:
-        return z.new_empty(z.shape[0], 0, dtype=torch.int32), z.new_zeros(z.shape[0], dtype=torch.int32)
+        return z.new_empty(z.shape[0], 0, dtype=torch.int32), z.new_zeros(
+            z.shape[0], dtype=torch.int32
+        )
     threshold = torch.topk(z, width, dim=-1).values[:, -1:]
     # Few positions reach the threshold, so the ties are settled among those alone.
     heads, positions = ((z >= threshold) & (z > NEG_INF)).nonzero(as_tuple=True)
@@ -162,10 +177,15 @@ def top_k(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return indices, counts.to(torch.int32)
 
 
-def _lowest_ties(z: Tensor, threshold: Tensor, width: int, heads: Tensor, positions: Tensor) -> Tensor:
-    """Which of the candidates (`heads`, `positions`, in order) stay: all above the threshold, then the lowest ties."""
+def _lowest_ties(
+    z: Tensor, threshold: Tensor, width: int, heads: Tensor, positions: Tensor
+) -> Tensor:
+    """Which of the candidates (`heads`, `positions`, in order) stay: all above the threshold, then
+    the lowest ties."""
     above = z[heads, positions] > threshold[heads, 0]
-    taken = torch.zeros(z.shape[0], dtype=torch.long, device=z.device).index_add_(0, heads, above.long())
+    taken = torch.zeros(z.shape[0], dtype=torch.long, device=z.device).index_add_(
+        0, heads, above.long()
+    )
     ties = (~above).long()
     seen = ties.cumsum(0)
     before = torch.zeros_like(taken).index_add_(0, heads, ties)
@@ -173,7 +193,9 @@ def _lowest_ties(z: Tensor, threshold: Tensor, width: int, heads: Tensor, positi
     return above | (rank <= (width - taken)[heads])
 
 
-def scores(f: Tensor, norms: Tensor | None, config: SelectorConfig, valid: Tensor | None = None) -> Tensor:
+def scores(
+    f: Tensor, norms: Tensor | None, config: SelectorConfig, valid: Tensor | None = None
+) -> Tensor:
     """Steps 3 to 6: from evidence to refined log-scores.
 
     Args:
@@ -201,15 +223,22 @@ def scores(f: Tensor, norms: Tensor | None, config: SelectorConfig, valid: Tenso
 
 
 def select(
-    f: Tensor, norms: Tensor | None, config: SelectorConfig, k: int, offset: int, valid: Tensor | None = None
+    f: Tensor,
+    norms: Tensor | None,
+    config: SelectorConfig,
+    k: int,
+    offset: int,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The whole Selector for one row: which k positions each KV head keeps until the next slow step.
+    """The whole Selector for one row: which k positions each KV head keeps until the next slow
+    step.
 
     Args:
         f, norms, valid: as for `scores`; offset: cache position of the first element of J.
 
     Returns:
-        indices int32 [Hkv, min(k, n)] cache positions, ascending, padded with -1; counts int32 [Hkv].
+        indices int32 [Hkv, min(k, n)] cache positions, ascending, padded with -1; counts int32
+        [Hkv].
     """
     indices, counts = top_k(scores(f, norms, config, valid), k)
     return torch.where(indices >= 0, indices + offset, indices), counts

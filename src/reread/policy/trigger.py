@@ -1,4 +1,5 @@
-"""Triggers that depend on the text: token sets built once from a vocabulary, and the entropy of an output."""
+"""Triggers that depend on the text: token sets built once from a vocabulary, and the entropy of an
+output."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Sentence ends of many scripts: Latin and Greek, CJK full and half width, Arabic and Urdu, Devanagari, Armenian,
-# Ethiopic, Khmer, Burmese, Tibetan, and the ellipsis.
-SENTENCE_ENDS = ".?!;" + "。！？；｡．…‥" + "؟۔؛" + "।॥" + "։" + "።፧" + "។៕" + "။" + "།" + "‼⁇⁈⁉" + "\u037e"
+# Sentence ends of many scripts: Latin and Greek, CJK full and half width, Arabic and Urdu,
+# Devanagari, Armenian, Ethiopic, Khmer, Burmese, Tibetan, and the ellipsis.
+SENTENCE_ENDS = (
+    ".?!;" + "。！？；｡．…‥" + "؟۔؛" + "।॥" + "։" + "።፧" + "។៕" + "။" + "།" + "‼⁇⁈⁉" + "\u037e"
+)
 LINE_ENDS = "\n\r\u2028\u2029\u0085"
 # What may close a sentence after its mark: it stays a boundary.
 CLOSERS = "\"'”’»)]}」』）】〉》*_`"
@@ -18,7 +21,8 @@ CLOSERS = "\"'”’»)]}」』）】〉》*_`"
 def is_boundary(text: str) -> bool:
     """Whether a token's text ends a sentence or a line.
 
-    Spaces and closing quotes or brackets after the mark do not undo it (`." ` ends a sentence), but closers alone are no end.
+    Spaces and closing quotes or brackets after the mark do not undo it (`." ` ends a sentence),
+    but closers alone are no end.
     """
     if any(mark in text for mark in LINE_ENDS):
         return True

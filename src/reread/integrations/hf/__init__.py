@@ -1,1 +1,2 @@
-"""Hugging Face transformers: attach a model, its cache layers, its vocabulary, loading checkpoints."""
+"""Hugging Face transformers: attach a model, its cache layers, its vocabulary, loading
+checkpoints."""

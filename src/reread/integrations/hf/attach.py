@@ -11,32 +11,41 @@ from .session import Progress, Session
 from .vocabulary import boundary_tokens, find_tokenizer
 
 NO_TOKENIZER = (
-    "the boundary trigger is off: no tokenizer was given and none lies beside the model, so slow steps come from the "
-    "other triggers alone (pass tokenizer=, or set triggers.boundary=false)"
+    "the boundary trigger is off: no tokenizer was given and none lies beside the model, so slow "
+    "steps come from the other triggers alone (pass tokenizer=, or set triggers.boundary=false)"
 )
 
 
 def attach(
-    model: Any, config: Config | None = None, *, tokenizer: Any = None, progress: Progress | None = None
+    model: Any,
+    config: Config | None = None,
+    *,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
 ) -> Session:
-    """Attach `model` to reread for the length of a `with` block; `model.generate` then decodes slow-fast.
+    """Attach `model` to reread for the length of a `with` block; `model.generate` then decodes
+    slow-fast.
 
-    Works by mechanism: full-attention layers whose attention goes through transformers' attention interface are made
-    sparse, all others run as they are. Leaving the block restores the model. Greedy decoding and sampling, streamers,
-    stopping criteria, logits processors and ragged left-padded batches work as without reread.
+    Works by mechanism: full-attention layers whose attention goes through transformers' attention
+        interface are made
+    sparse, all others run as they are. Leaving the block restores the model. Greedy decoding and
+    sampling, streamers, stopping criteria, logits processors and ragged left-padded batches work
+    as without reread.
 
     Args:
         model: a decoder-only transformers model.
         config: what to do; None is `Config.preset("default")`.
-        tokenizer: the model's tokenizer, for the boundary trigger. None: the one saved beside the model, if any.
-        progress: called as progress(phase, done, total), phase "prefill" or "decode", tokens done of total (0: unknown).
+        tokenizer: the model's tokenizer, for the boundary trigger. None: the one saved beside the
+            model, if any.
+        progress: called as progress(phase, done, total): phase "prefill" or "decode", tokens done
+            of total (0: unknown).
 
     Returns:
         a `Session` to use as a context manager; `session.stats` describes the latest `generate`.
 
     Raises:
-        UnsupportedError: the model's attention or cache cannot be served; also raised by `generate` for decoding modes
-            such as beam search, always before the first token.
+        UnsupportedError: the model's attention or cache cannot be served; also raised by
+            `generate` for decoding modes such as beam search, always before the first token.
         InputError: the tokenizer is not this model's, or the model is attached already.
     """
     config = Config.preset("default") if config is None else config

@@ -1,4 +1,5 @@
-"""The cache layer that replaces transformers' `DynamicLayer` in full-attention layers; other layers keep theirs."""
+"""The cache layer that replaces transformers' `DynamicLayer` in full-attention layers; other
+layers keep theirs."""
 
 from __future__ import annotations
 
@@ -13,24 +14,28 @@ from ...errors import UnsupportedError
 
 
 class RereadLayer(DynamicLayer):
-    """Keys and values in one preallocated buffer, plus what slow-fast decoding remembers of the layer.
+    """Keys and values in one preallocated buffer, plus what slow-fast decoding remembers of the
+    layer.
 
-    Outside `attach` it behaves as the `DynamicLayer` it replaces: a cache stays usable with plain dense decoding.
+    Outside `attach` it behaves as the `DynamicLayer` it replaces: a cache stays usable with plain
+    dense decoding.
     """
 
     def __init__(self) -> None:
         self.state = LayerState()
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
     @classmethod
     def of(cls, layer: DynamicLayer) -> RereadLayer:
         """A new layer with the keys and values that `layer` holds already."""
         new = cls()
-        if layer.is_initialized and layer.keys is not None and layer.keys.numel():
-            new.update(layer.keys, layer.values)
+        keys, values = layer.keys, layer.values
+        if keys is not None and values is not None and keys.numel():
+            new.update(keys, values)
         return new
 
-    # `keys` and `values` are views of the buffer; transformers' base class sets them to None when made or reset.
+    # `keys` and `values` are views of the buffer; transformers' base class sets them to None when
+    # made or reset.
     @property
     def keys(self) -> Tensor | None:
         return self.state.kv.keys if self.state.kv.length else None
@@ -49,14 +54,18 @@ class RereadLayer(DynamicLayer):
 
     def _refuse_assignment(self, value: Tensor | None) -> None:
         if value is not None:
-            raise UnsupportedError("keys and values of a reread cache layer cannot be replaced: use update or crop")
+            raise UnsupportedError(
+                "keys and values of a reread cache layer cannot be replaced: use update or crop"
+            )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device = key_states.device
         self.dtype = key_states.dtype
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append [B, Hkv, T, D] and return everything, as views of the buffer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -74,7 +83,8 @@ class RereadLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens: -n removes n; a positive number (older transformers) is the length to keep."""
+        """Remove the newest tokens: -n removes n; a positive number (older transformers) is the
+        length to keep."""
         length = self.state.kv.length
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if keep < length:
@@ -99,16 +109,22 @@ class RereadLayer(DynamicLayer):
         self._reindex(rows)
 
     def offload(self) -> None:
-        raise UnsupportedError("an offloaded cache cannot be used with reread: leave cache_implementation unset")
+        raise UnsupportedError(
+            "an offloaded cache cannot be used with reread: leave cache_implementation unset"
+        )
 
     def prefetch(self) -> None:
-        raise UnsupportedError("an offloaded cache cannot be used with reread: leave cache_implementation unset")
+        raise UnsupportedError(
+            "an offloaded cache cannot be used with reread: leave cache_implementation unset"
+        )
 
 
 def sparse_layers(config: Any) -> tuple[int, ...]:
-    """Indices of the layers that reread makes sparse: those whose cache is exactly a `DynamicLayer`.
+    """Indices of the layers that reread makes sparse: those whose cache is exactly a
+    `DynamicLayer`.
 
-    Sliding-window, chunked, linear and KV-sharing layers have cache classes of their own and keep them.
+    Sliding-window, chunked, linear and KV-sharing layers have cache classes of their own and keep
+    them.
     """
     layers = DynamicCache(config=config).layers
     return tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer)
@@ -125,7 +141,9 @@ def adopt(cache: Cache, config: Any, wanted: tuple[int, ...]) -> dict[int, Layer
     """
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         kind = "offloaded DynamicCache" if type(cache) is DynamicCache else type(cache).__name__
-        raise UnsupportedError(f"reread works with a DynamicCache; this is a {kind}: leave `cache` and cache_implementation unset")
+        raise UnsupportedError(
+            f"reread works with a DynamicCache, this is a {kind}: leave cache_implementation unset"
+        )
     if cache.layer_class_to_replicate is not None:
         # made without the model's config: give it the layers that transformers itself would make
         made = DynamicCache(config=config).layers

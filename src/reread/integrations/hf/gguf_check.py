@@ -1,7 +1,8 @@
 """Is this GGUF file whole? Read from its header alone, before anything long happens.
 
-Layout (GGUF version 2 and 3, little endian): magic, version u32, tensors u64, pairs u64, the key-value pairs, one info
-per tensor (name, dims, type, offset), padding to `general.alignment`, then the tensors' data.
+Layout (GGUF versions 2 and 3, little endian): magic, version u32, tensors u64, pairs u64, the
+key-value pairs, one info per tensor (name, dims, type, offset), padding to `general.alignment`,
+then the tensors' data.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def check_gguf(path: Path) -> None:
             needed = _Header(path, data).needed_bytes()
     if needed > size:
         raise InputError(
-            f"{path} is truncated: it has {size} bytes, its tensors need {needed}; fetch the file again"
+            f"{path} is truncated: it has {size} bytes, its tensors need {needed};"
+            " fetch the file again"
         )
 
 
@@ -53,7 +55,7 @@ class _Header:
         """The least size of the file: where the data of its last tensor ends."""
         version = self._number("<I")
         if version not in VERSIONS:
-            raise InputError(f"{self.path} is GGUF version {version}: reread reads versions 2 and 3")
+            raise InputError(f"{self.path} is GGUF version {version}: reread reads 2 and 3")
         tensors, pairs = self._number("<Q"), self._number("<Q")
         alignment = self._pairs(pairs)
         ends = [self._tensor() for _ in range(tensors)]
@@ -72,7 +74,7 @@ class _Header:
         return alignment
 
     def _tensor(self) -> int:
-        """Reads one tensor info; returns where its data ends, counted from the start of all data."""
+        """Reads one tensor info; returns where its data ends, from the start of all data."""
         self._string()
         dims = self._number("<I")
         if dims > MAX_DIMS:
@@ -83,7 +85,7 @@ class _Header:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except (KeyError, ValueError):
             raise InputError(
-                f"{self.path} has a tensor of the unknown type {kind}: a newer gguf package may know it"
+                f"{self.path} has a tensor of unknown type {kind}: a newer gguf package may know it"
             ) from None
         return offset + elements // block * block_bytes
 
@@ -95,8 +97,10 @@ class _Header:
             if inner in SCALAR_BYTES:
                 self._advance(count * SCALAR_BYTES[inner])
                 return
+            if inner != STRING:
+                raise self._damaged(f"an array of value type {inner}")
             for _ in range(count):
-                self._skip_value(inner)
+                self._string()
         elif kind in SCALAR_BYTES:
             self._advance(SCALAR_BYTES[kind])
         else:

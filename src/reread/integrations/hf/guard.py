@@ -1,4 +1,5 @@
-"""What is refused, before the first token: models, decoding modes and inputs that would give a wrong answer."""
+"""What is refused, before the first token: models, decoding modes and inputs that would give a
+wrong answer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from ...errors import InputError, UnsupportedError
 
 
 def check_model(model: Any) -> None:
-    """Refuse models whose attention has terms that the ops do not know, and models without a causal decoder cache.
+    """Refuse models whose attention has terms that the ops do not know, and models without a
+    causal decoder cache.
 
     Raises:
         UnsupportedError: names the model and the reason.
@@ -20,15 +22,23 @@ def check_model(model: Any) -> None:
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         raise UnsupportedError(f"{name} is not a transformers model with `generate`")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} is an encoder-decoder: reread works with decoder-only models")
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder: reread works with decoder-only models"
+        )
     if not model._supports_default_dynamic_cache():
-        raise UnsupportedError(f"{name} keeps a cache of its own kind: reread needs transformers' DynamicCache")
+        raise UnsupportedError(
+            f"{name} keeps a cache of its own kind: reread needs transformers' DynamicCache"
+        )
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedError(f"{name} caps its attention logits (attn_logit_softcapping): not supported")
+        raise UnsupportedError(
+            f"{name} caps its attention logits (attn_logit_softcapping): not supported"
+        )
     for path, module in model.named_modules():
         if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
-            raise UnsupportedError(f"{name} has learned attention sinks ({path}.sinks): not supported")
+            raise UnsupportedError(
+                f"{name} has learned attention sinks ({path}.sinks): not supported"
+            )
 
 
 def check_attention_call(name: str, kwargs: dict[str, Any]) -> None:
@@ -60,29 +70,44 @@ def check_generation(model: Any, given: dict[str, Any]) -> None:
         return value
 
     if (option("num_beams") or 1) > 1:
-        raise UnsupportedError(f"num_beams={option('num_beams')}: beam search is not supported, use num_beams=1")
+        raise UnsupportedError(
+            f"num_beams={option('num_beams')}: beam search is not supported, use num_beams=1"
+        )
     for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if option(name):
-            raise UnsupportedError(f"{name} asks for assisted decoding, which is not supported: leave it unset")
+            raise UnsupportedError(
+                f"{name} asks for assisted decoding, which is not supported: leave it unset"
+            )
     for name in ("penalty_alpha", "dola_layers", "force_words_ids", "constraints"):
         if option(name):
-            raise UnsupportedError(f"{name}: this decoding mode is not supported, use greedy decoding or sampling")
+            raise UnsupportedError(
+                f"{name}: this decoding mode is not supported, use greedy decoding or sampling"
+            )
     if (option("guidance_scale") or 1.0) != 1.0:
-        raise UnsupportedError(f"guidance_scale={option('guidance_scale')}: classifier-free guidance is not supported")
+        raise UnsupportedError(
+            f"guidance_scale={option('guidance_scale')}: classifier-free guidance is not supported"
+        )
     implementation = option("cache_implementation")
     if implementation not in (None, "dynamic"):
-        raise UnsupportedError(f"cache_implementation={implementation!r} is not supported: use 'dynamic' or leave it unset")
+        raise UnsupportedError(
+            f"cache_implementation={implementation!r} is not supported: leave it unset"
+        )
     if option("use_cache") is False:
-        raise UnsupportedError("use_cache=False: reread works on the KV cache, leave use_cache at its default")
+        raise UnsupportedError(
+            "use_cache=False: reread works on the KV cache, leave use_cache at its default"
+        )
     if option("output_attentions"):
-        raise UnsupportedError("output_attentions=True: fast steps have no full attention matrix, leave it unset")
+        raise UnsupportedError(
+            "output_attentions=True: fast steps have no full attention matrix, leave it unset"
+        )
 
 
 def check_inputs(model: Any, ids: Any, mask: Any, cached: int) -> None:
     """Refuse prompts that cannot be right.
 
     Args:
-        ids: input ids [B, T] or None; mask: attention mask [B, cached + T] or [B, T] or None; cached: tokens in the cache.
+        ids: input ids [B, T] or None; mask: attention mask [B, cached + T] or [B, T] or None;
+            cached: tokens in the cache.
 
     Raises:
         InputError: names the offending value.
@@ -90,17 +115,25 @@ def check_inputs(model: Any, ids: Any, mask: Any, cached: int) -> None:
     if ids is None:
         return
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype.is_floating_point:
-        raise InputError(f"input_ids must be an integer tensor [batch, tokens], got {_describe(ids)}")
+        raise InputError(
+            f"input_ids must be an integer tensor [batch, tokens], got {_describe(ids)}"
+        )
     if ids.numel() == 0:
-        raise InputError(f"the prompt is empty (input_ids of shape {tuple(ids.shape)}): at least one token is needed")
+        raise InputError(
+            f"the prompt is empty (input_ids has shape {tuple(ids.shape)}): give at least one token"
+        )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         bad = low if low < 0 else high
-        raise InputError(f"token id {bad} is not in the model's vocabulary of {vocabulary}: wrong tokenizer?")
+        raise InputError(
+            f"token id {bad} is not in the model's vocabulary of {vocabulary}: wrong tokenizer?"
+        )
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and ids.shape[1] > limit:
-        raise InputError(f"the prompt has {ids.shape[1]} tokens, the model {limit} positions: shorten the prompt")
+        raise InputError(
+            f"the prompt has {ids.shape[1]} tokens, the model {limit} positions: shorten the prompt"
+        )
     if mask is not None:
         _check_mask(mask, ids, cached)
 
@@ -110,10 +143,14 @@ def _check_mask(mask: Any, ids: Tensor, cached: int) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise InputError(f"attention_mask must be a tensor [batch, tokens], got {_describe(mask)}")
     if mask.shape[0] != ids.shape[0] or mask.shape[1] not in widths:
-        raise InputError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must match")
+        raise InputError(
+            f"attention_mask is {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must match"
+        )
     empty = (mask != 0).sum(dim=1) == 0
     if bool(empty.any()):
-        raise InputError(f"row {int(empty.nonzero()[0])} of attention_mask is all zero: the prompt is empty")
+        raise InputError(
+            f"row {int(empty.nonzero()[0])} of attention_mask is all zero: the prompt is empty"
+        )
 
 
 def check_logits(logits: Tensor) -> None:
@@ -127,8 +164,14 @@ def check_logits(logits: Tensor) -> None:
     bad = torch.isnan(logits).any(dim=-1)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
-        raise NumericalError(f"the logits of row {row} contain NaN: check the weights and the dtype (float16 overflows)")
+        raise NumericalError(
+            f"the logits of row {row} contain NaN: check weights and dtype (float16 overflows)"
+        )
 
 
 def _describe(value: Any) -> str:
-    return f"shape {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"shape {tuple(value.shape)} {value.dtype}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )

@@ -1,4 +1,5 @@
-"""Registering with transformers' attention interface, and unregistering: importing reread touches nothing."""
+"""Registering with transformers' attention interface, and unregistering: importing reread touches
+nothing."""
 
 from __future__ import annotations
 
@@ -25,16 +26,20 @@ SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
 
 
 def register(original: str) -> str:
-    """Make "reread_<original>" known to transformers; its masks are made as for `original`, the prefill runs on it.
+    """Make "reread_<original>" known to transformers; its masks are made as for `original`, the
+    prefill runs on it.
 
     Returns:
-        the name to put into the model's config. Call `unregister` with it once for every `register`.
+        the name to put into the model's config. Call `unregister` with it once for every
+        `register`.
     """
     name = PREFIX + original
     if not _USERS[name]:
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(original)
         if mask is None:
-            raise UnsupportedError(f"attention implementation {original!r} has no mask function in transformers")
+            raise UnsupportedError(
+                f"attention implementation {original!r} has no mask function in transformers"
+            )
         AttentionInterface.register(name, _attention_over(original))
         AttentionMaskInterface.register(name, mask)
     _USERS[name] += 1
@@ -52,7 +57,12 @@ def unregister(name: str) -> None:
 
 def _attention_over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def reread_attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         session = SESSIONS.get(module)
         out = None if session is None else session.attend(module, query, key, value, kwargs)
@@ -69,7 +79,10 @@ def _attention_over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]
 def _original(module: nn.Module, name: str) -> Callable[..., Any]:
     # "eager" is not in the registry: each modeling file has its own
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    function: Callable[..., Any] | None
+    function = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get(name)
     if function is None:
-        raise UnsupportedError(f"{type(module).__name__} has no {name!r} attention: load with attn_implementation='sdpa'")
+        raise UnsupportedError(
+            f"{type(module).__name__} has no {name!r} attention: load it with 'sdpa'"
+        )
     return function

@@ -1,41 +1,30 @@
-"""A model attached to reread: hooks around its forward, a wrapper around its `generate`, state per conversation."""
+"""A model attached to reread: hooks around its forward and a wrapper around its `generate`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from ... import ops
-from ...attention import LayerState, Meter, StepPlan, decode_step
+from ...attention import StepPlan, decode_step
 from ...config import Config
 from ...errors import InputError, UnsupportedError
-from ...policy.controller import Controller
 from ...policy.trigger import entropy
 from ...stats import Stats
-from ...types import StepKind
 from . import guard, interface
-from .cache import adopt, sparse_layers
+from .cache import sparse_layers
+from .conversation import Conversation, Conversations
+from .recorder import Observer, Recorder, end_tokens
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(slots=True)
-class Conversation:
-    """What belongs to one cache: its layers' states and its rows' controller."""
-
-    states: dict[int, LayerState]
-    controller: Controller
 
 
 @dataclass(slots=True)
@@ -44,7 +33,7 @@ class Call:
 
     conversation: Conversation
     plan: StepPlan | None
-    intercepted: set[int]
+    intercepted: set[int] = field(default_factory=set)
 
 
 class Session:
@@ -52,43 +41,41 @@ class Session:
 
     Attributes:
         stats: `Stats` of the latest `generate` (or `decoding()` block).
+        notes: what the user should know; they go into every `stats`.
     """
 
-    def __init__(self, model: Any, config: Config, boundary: Tensor | None, progress: Progress | None) -> None:
+    def __init__(
+        self, model: Any, config: Config, boundary: Tensor | None, progress: Progress | None
+    ) -> None:
         self.model = model
         self.config = config
         self.stats = Stats()
         self.notes: list[str] = []
-        self._boundary = boundary
         self._progress = progress
         self._text_config = model.config.get_text_config(decoder=True)
         self._layers = sparse_layers(self._text_config)
-        self._conversations: WeakKeyDictionary[Cache, Conversation] = WeakKeyDictionary()
+        self._conversations = Conversations(config, self._text_config, self._layers, boundary)
+        self._recorder = Recorder(0, 0, frozenset())
         self._call: Call | None = None
-        self._decoding = False
-        self._meter = Meter.of(0)
-        self._reasons: list[Controller] = []
-        self._finished: list[bool] = []
         self._undo: list[Callable[[], object]] = []
         self._signature = inspect.signature(model.forward)
-        self._total = (0, 0)
         self._backend = ops.resolve_backend(config.backend)
 
-    # -- attaching ---------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Session:
-        if self._undo:
-            raise InputError("this session is attached already")
+        name = type(self.model).__name__
         if any(module in interface.SESSIONS for module in self.model.modules()):
-            raise InputError(f"{type(self.model).__name__} is attached already: leave that session first")
+            raise InputError(f"{name} is attached already: leave that session first")
         if not self._layers:
-            raise UnsupportedError(f"{type(self.model).__name__} has no full-attention layer that reread could speed up")
+            raise UnsupportedError(f"{name} has no full-attention layer: nothing to make sparse")
         try:
             self._attach()
         except BaseException:
             self._detach()
             raise
         return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._detach()
 
     def _attach(self) -> None:
         config, model = self._text_config, self.model
@@ -105,110 +92,79 @@ class Session:
         self._undo.append(before.remove)
         after = model.register_forward_hook(self._after, with_kwargs=True)
         self._undo.append(after.remove)
-        had_own = "generate" in vars(model)
-        generate = model.generate
+        own, generate = "generate" in vars(model), model.generate
         model.generate = functools.wraps(generate)(functools.partial(self._generate, generate))
-        self._undo.append(lambda: setattr(model, "generate", generate) if had_own else delattr(model, "generate"))
-
-    def __exit__(self, *exc: object) -> None:
-        self._detach()
+        self._undo.append(
+            lambda: setattr(model, "generate", generate) if own else delattr(model, "generate")
+        )
 
     def _detach(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._call = None
 
-    # -- generate and manual loops -----------------------------------------------------------------------------
+    # -- generate and manual loops
 
-    def _generate(self, generate: Callable[..., Any], inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def _generate(
+        self,
+        generate: Callable[..., Any],
+        inputs: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """`model.generate`, with its arguments checked and each chosen token observed."""
-        given = inspect.signature(generate).bind(inputs, *args, **kwargs).arguments
-        given = {**given, **given.pop("kwargs", {})}
+        given = _flat(inspect.signature(generate).bind(inputs, *args, **kwargs).arguments)
         guard.check_generation(self.model, given)
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        ids = inputs if inputs is not None else given.get("input_ids")
+        cache = given.get("cache", given.get("past_key_values"))
         past = cache.get_seq_length() if isinstance(cache, Cache) else 0
-        guard.check_inputs(self.model, ids, kwargs.get("attention_mask"), past)
-        stopping = StoppingCriteriaList([_Observer(self, _ends(self.model, given))])
-        stopping.extend(given.get("stopping_criteria") or [])
-        kwargs["stopping_criteria"] = stopping
-        self._start(0 if ids is None else ids.shape[1], given.get("max_new_tokens") or 0)
-        began = time.perf_counter()
+        guard.check_inputs(self.model, ids, given.get("attention_mask"), past)
+        given["stopping_criteria"] = StoppingCriteriaList(
+            [Observer(self._on_token), *(given.get("stopping_criteria") or [])]
+        )
+        prompt = 0 if ids is None else ids.shape[1]
+        wanted = given.get("max_new_tokens") or 0
+        self._recorder = Recorder(prompt, wanted, end_tokens(self.model, given))
         try:
-            return generate(inputs, *args, **kwargs)
+            return generate(**given)
         finally:
-            self._finish(began, time.perf_counter())
+            self._finish()
 
     @contextmanager
     def decoding(self) -> Iterator[Session]:
-        """Inside it, a forward of one token per row on a filled cache is a decode step; outside, forwards are prefill.
+        """Inside it, a forward of one token per row on a filled cache is a decode step.
 
-        For loops of one's own: `with session.decoding(): model(token, past_key_values=cache)`. Afterwards `stats`
-        describes the block.
+        For loops of one's own, whose forwards count as prefill otherwise:
+        `with session.decoding(): model(token, past_key_values=cache)`. Afterwards `stats` describes
+        the block.
         """
-        self._start(0, 0)
-        began = time.perf_counter()
-        self._decoding = True
-        self._first_token_at = began
+        self._recorder = Recorder(0, 0, frozenset())
+        self._recorder.start_decoding()
         try:
             yield self
         finally:
-            self._finish(began, time.perf_counter())
+            self._finish()
 
-    def _start(self, prompt: int, new: int) -> None:
-        self._total = (prompt, new)
-        self._decoding = False
-        self._meter = Meter.of(0)
-        self._reasons = []
-        self._finished = []
-        self._steps = 0
-        self._new_tokens = 0
-        self._first_token_at = 0.0
-
-    def _finish(self, began: float, ended: float) -> None:
-        first = self._first_token_at or ended
-        layers = len(self._layers)
-        by_kind = {kind: [runs[kind] // layers for runs in self._meter.runs] for kind in StepKind}
-        self.stats = Stats(
-            slow_steps=by_kind[StepKind.SLOW],
-            fast_steps=by_kind[StepKind.FAST],
-            full_steps=by_kind[StepKind.FULL],
-            keys_read_share=self._meter.keys_read / self._meter.keys_cached if self._meter.keys_cached else 1.0,
-            slow_reasons=dict(sum((c.reasons for c in self._reasons), start=type(self._reasons[0].reasons)()))
-            if self._reasons
-            else {},
-            decode_steps=self._steps,
-            new_tokens=self._new_tokens,
-            prefill_s=first - began,
-            decode_s=ended - first,
-            backend=self._backend,
-            sparse_layers=layers,
-            total_layers=self._text_config.num_hidden_layers,
-            config=self.config.to_dict(),
-            notes=list(self.notes),
+    def _finish(self) -> None:
+        self.stats = self._recorder.stats(
+            self.config,
+            self._backend,
+            len(self._layers),
+            self._text_config.num_hidden_layers,
+            list(self.notes),
         )
-        self._decoding = False
+        self._recorder = Recorder(0, 0, frozenset())
         self._call = None
 
-    def observe_tokens(self, tokens: Tensor, ends: frozenset[int]) -> None:
-        """A token was chosen for every row ([B]): from here on, forwards are decode steps."""
-        if not self._decoding:
-            self._decoding = True
-            self._first_token_at = time.perf_counter()
-            self._finished = [False] * tokens.shape[0]
-        self._new_tokens += 1
-        if ends:
-            self._finished = [
-                done or token in ends for done, token in zip(self._finished, tokens.tolist(), strict=True)
-            ]
+    def _on_token(self, tokens: Tensor) -> None:
+        self._recorder.token(tokens)
         if self._progress is not None:
-            self._progress("decode", self._new_tokens, self._total[1])
+            self._progress("decode", self._recorder.new_tokens, self._recorder.wanted)
 
-    # -- around each forward -----------------------------------------------------------------------------------
+    # -- around each forward
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.pop("kwargs", {})}
+        given = _flat(self._signature.bind_partial(*args, **kwargs).arguments)
         cache = given.get("cache", given.get("past_key_values"))
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if ids is not None else embeds
@@ -216,127 +172,68 @@ class Session:
         if cache is None or tokens is None:
             return
         rows, new = tokens.shape[:2]
-        conversation = self._conversation(cache, rows)
-        past = next(iter(conversation.states.values())).kv.length
-        plan = None
-        if self._decoding and new == 1 and past > 0:
-            plan = self._plan(conversation, ids, given.get("attention_mask"), rows, past + 1)
-        else:
-            self._prepare_prefill(conversation, past + new)
-        self._call = Call(conversation, plan, set())
-
-    def _conversation(self, cache: Cache, rows: int) -> Conversation:
-        conversation = self._conversations.get(cache)
-        states = adopt(cache, self._text_config, self._layers)
-        if conversation is None or conversation.states.keys() != states.keys() or len(conversation.controller.rows) != rows:
-            conversation = Conversation(states, Controller(self.config, self._boundary, rows))
-            self._conversations[cache] = conversation
-        conversation.states = states
-        for state in states.values():
-            if state.kv.length and state.kv.keys.shape[0] != rows:
-                raise InputError(f"the cache has {state.kv.keys.shape[0]} rows, the input {rows}: they must match")
-        if self.config.selector.lambda_clip > 0:
-            for state in states.values():
-                state.kv.track_norms()
-        return conversation
-
-    def _prepare_prefill(self, conversation: Conversation, length: int) -> None:
-        conversation.controller.prefilled()
-        for state in conversation.states.values():
-            state.compact = [None] * len(state.compact)
-            state.kv.reserve(self._total[0] + self._total[1] if self._total[1] else length)
-
-    def _plan(self, conversation: Conversation, ids: Tensor | None, mask: Any, rows: int, length: int) -> StepPlan:
-        starts, valid = _spans(mask, rows, length)
-        keys = [length - start for start in starts] if valid is None else valid.sum(dim=1).tolist()
-        states = conversation.states.values()
-        has_selection = [all(state.can_select(b) for state in states) for b in range(rows)]
-        tokens = None if ids is None else ids[:, 0].tolist()
-        kinds = conversation.controller.plan(tokens, keys, has_selection)
-        if not self._meter.runs:
-            self._meter = Meter.of(rows)
-        if conversation.controller not in self._reasons:
-            self._reasons.append(conversation.controller)
-        counted = tuple(not done for done in self._finished) or (True,) * rows
-        return StepPlan(kinds, starts, length, valid, counted)
+        conversation, recorder = self._conversations.of(cache, rows), self._recorder
+        if recorder.decoding and new == 1 and conversation.length:
+            counted = recorder.begin_step(conversation.controller, rows)
+            plan = conversation.plan(ids, given.get("attention_mask"), counted)
+            self._call = Call(conversation, plan)
+            return
+        known = recorder.prompt + recorder.wanted if recorder.wanted else 0
+        conversation.prepare_prefill(max(known, conversation.length + new))
+        self._call = Call(conversation, None)
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kwargs: dict[str, Any],
     ) -> Tensor | None:
-        """One layer's attention, [B, T, H, Dv], or None where the model's own attention has to run."""
-        call = self._call
-        state = None if call is None else call.conversation.states.get(int(module.layer_idx))  # type: ignore[arg-type]
+        """One layer's attention [B, T, H, Dv], or None where the model's own has to run."""
+        call, layer = self._call, getattr(module, "layer_idx", None)
+        state = None if call is None else call.conversation.states.get(layer)  # type: ignore[arg-type]
         if call is None or state is None or not state.kv.length:
             return None
-        guard.check_attention_call(type(module).__name__, kwargs)
+        name = type(module).__name__
+        guard.check_attention_call(name, kwargs)
         if key.data_ptr() != state.kv.keys.data_ptr():
-            raise UnsupportedError(f"{type(module).__name__} changes its keys between cache and attention: not supported")
-        call.intercepted.add(int(module.layer_idx))  # type: ignore[arg-type]
+            raise UnsupportedError(f"{name} changes keys between cache and attention: unsupported")
+        call.intercepted.add(int(layer))  # type: ignore[arg-type]
         if call.plan is None:
             state.remember_tail(query, self.config.selector.tail_queries)
             return None
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return decode_step(state, query[:, :, 0], call.plan, self.config, scale, self._meter).unsqueeze(1)
+        meter = self._recorder.meter
+        out = decode_step(state, query[:, :, 0], call.plan, self.config, scale, meter)
+        return out.unsqueeze(1)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         call, self._call = self._call, None
         if call is None:
             return
         missed = call.conversation.states.keys() - call.intercepted
         if missed:
             raise UnsupportedError(
-                f"{type(module).__name__}: the attention of layers {sorted(missed)} does not go through transformers' "
-                "attention interface, so reread cannot serve this model"
+                f"{type(module).__name__}: the attention of layers {sorted(missed)} does not go "
+                "through transformers' attention interface, so reread cannot serve this model"
             )
-        logits = output.logits[:, -1] if getattr(output, "logits", None) is not None else None
-        if logits is not None:
+        if getattr(output, "logits", None) is not None:
+            logits = output.logits[:, -1]
             guard.check_logits(logits)
             if self.config.triggers.uncertainty is not None:
                 call.conversation.controller.observe_entropy(entropy(logits).tolist())
         if call.plan is not None:
-            self._steps += 1
+            self._recorder.steps += 1
         elif self._progress is not None:
-            done = next(iter(call.conversation.states.values())).kv.length
-            self._progress("prefill", done, max(done, self._total[0]))
+            done = call.conversation.length
+            self._progress("prefill", done, max(done, self._recorder.prompt))
 
 
-class _Observer(StoppingCriteria):
-    """Never stops anything; tells the session that tokens were chosen."""
-
-    def __init__(self, session: Session, ends: frozenset[int]) -> None:
-        self.session = session
-        self.ends = ends
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.session.observe_tokens(input_ids[:, -1], self.ends)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _ends(model: Any, given: dict[str, Any]) -> frozenset[int]:
-    """Token ids after which a row is over: end of sequence, and the padding that follows it."""
-    configs = [given.get("generation_config"), model.generation_config]
-    ids: set[int] = set()
-    for name in ("eos_token_id", "pad_token_id"):
-        value = given.get(name)
-        for config in configs:
-            value = getattr(config, name, None) if value is None else value
-        if value is None and name == "eos_token_id":
-            return frozenset()
-        values = value.tolist() if isinstance(value, Tensor) else value
-        ids.update(values if isinstance(values, list | tuple) else [] if values is None else [values])
-    return frozenset(ids)
-
-
-def _spans(mask: Any, rows: int, length: int) -> tuple[tuple[int, ...], Tensor | None]:
-    """Per row the first valid cache position; and the full validity [B, length] if some row has holes after it."""
-    if mask is None:
-        return (0,) * rows, None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        raise UnsupportedError("reread needs a 2D attention_mask [batch, tokens] in decode steps")
-    if mask.shape != (rows, length):
-        raise InputError(f"attention_mask has shape {tuple(mask.shape)}, cache and input need {(rows, length)}")
-    valid = mask != 0
-    starts = valid.int().argmax(dim=1)
-    filled = valid.sum(dim=1) == length - starts
-    return tuple(starts.tolist()), None if bool(filled.all()) else valid
+def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Bound arguments with those of `**kwargs` beside the named ones."""
+    arguments = dict(arguments)
+    return {**arguments, **arguments.pop("kwargs", {})}

@@ -1,0 +1,5 @@
+"""`python -m reread` is the `reread` command."""
+
+from .cli import main
+
+main()

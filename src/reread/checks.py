@@ -1,0 +1,37 @@
+"""Checks of configuration values: a ConfigError names the value and what would be right."""
+
+from __future__ import annotations
+
+import math
+
+from .errors import ConfigError
+
+
+def require(ok: bool, name: str, value: object, want: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r} is not possible: {want}")
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_int(name: str, value: object, low: int) -> None:
+    require(is_int(value) and int(value) >= low, name, value, f"an integer of at least {low}")  # type: ignore[call-overload]
+
+
+def require_real(name: str, value: object, low: float, high: float = math.inf) -> None:
+    want = (
+        f"a number of at least {low:g}"
+        if high == math.inf
+        else f"a number from {low:g} to {high:g}"
+    )
+    require(is_real(value) and low <= float(value) <= high, name, value, want)  # type: ignore[arg-type]
+
+
+def require_bool(name: str, value: object) -> None:
+    require(isinstance(value, bool), name, value, "true or false")

@@ -1,0 +1,27 @@
+"""The `reread` command: generate, compare, demo, info.
+
+Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
+torch and transformers are imported only once a command runs.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from . import commands
+from .options import command
+
+app = typer.Typer(
+    name="reread",
+    help="Long-context language models, fast without making them worse.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for run in (commands.generate, commands.compare, commands.demo, commands.info):
+    app.command()(command(run))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

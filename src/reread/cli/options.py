@@ -1,0 +1,140 @@
+"""The options that all commands share, and how a command turns errors into exit codes."""
+
+# No `from __future__ import annotations` here: typer reads the annotations of Options as objects.
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import Config
+from ..errors import ConfigError, InputError, RereadError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+STDIN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for, as given; each field is one option."""
+
+    model: Annotated[
+        str,
+        typer.Option(help="Builtin name (smollm2), folder, GGUF file or hub id."),
+    ] = "smollm2"
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="The prompt; with --prompt-file, what follows the file's text."),
+    ] = None
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="UTF-8 file with the prompt, - for standard input."),
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Wrap the prompt in the chat template, or take it as it is. "
+            "Default: --chat where the tokenizer has a template.",
+            show_default=False,
+        ),
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option(help="At most this many new tokens.")] = 128
+    preset: Annotated[str, typer.Option(help="default, paper or dense.")] = "default"
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a value of the preset; repeatable."
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto"
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Sample, with this seed. Default: greedy decoding.", show_default=False),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on standard output.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False
+
+    def config(self) -> Config:
+        """The preset with the --set changes.
+
+        Raises:
+            ConfigError: an unknown preset or key, or a value that cannot be right.
+        """
+        return Config.preset(self.preset).updated(dict(map(parse_setting, self.settings or [])))
+
+    def prompt_text(self) -> str | None:
+        """The prompt, None where none was given.
+
+        Raises:
+            InputError: the file cannot be read as UTF-8 text.
+        """
+        if self.prompt_file is None:
+            return self.prompt
+        text = read_text(self.prompt_file)
+        return text if self.prompt is None else f"{text}\n\n{self.prompt}"
+
+
+def parse_setting(setting: str) -> tuple[str, Any]:
+    """ "t_max=8" as ("t_max", 8): the value is JSON where it can be, else text.
+
+    Raises:
+        ConfigError: no "=" in it.
+    """
+    key, equals, value = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {setting!r} is not KEY=VALUE, such as k=256 or t_max=8")
+    try:
+        return key.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return key.strip(), value.strip()
+
+
+def read_text(path: str) -> str:
+    """The text of a UTF-8 file, "-" for standard input; a byte order mark is left out.
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8 (names the byte's offset).
+    """
+    name = "standard input" if path == STDIN else path
+    try:
+        data = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"prompt file {name} cannot be read: {error.strerror}") from error
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"prompt file {name} is not UTF-8: byte 0x{data[error.start]:02x} at offset"
+            f" {error.start}; save it as UTF-8"
+        ) from error
+
+
+def command(run: Callable[[Options], None]) -> Callable[..., None]:
+    """A typer command with all of Options' options, that ends with the right exit code."""
+
+    @functools.wraps(run)
+    def wrapped(**values: Any) -> None:
+        try:
+            run(Options(**values))
+        except RereadError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(BAD_INPUT) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    signature = inspect.signature(Options)
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+    return wrapped

@@ -1,0 +1,111 @@
+"""What belongs to one cache: its layers' states, its rows' controller, and the plan of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ...attention import LayerState, StepPlan
+from ...config import Config
+from ...errors import InputError, UnsupportedError
+from ...policy.controller import Controller
+from .cache import adopt
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One cache while its model is attached.
+
+    Attributes:
+        states: of each layer that is made sparse, by layer index.
+        controller: decides slow or fast for each row.
+    """
+
+    states: dict[int, LayerState]
+    controller: Controller
+
+    @property
+    def length(self) -> int:
+        """Cached columns, equal for all layers and rows."""
+        return next(iter(self.states.values())).kv.length
+
+    def prepare_prefill(self, reserve: int) -> None:
+        """More prompt is coming: forget selections, make room for `reserve` columns in total."""
+        self.controller.prefilled()
+        for state in self.states.values():
+            state.compact = [None] * len(state.compact)
+            state.kv.reserve(reserve)
+
+    def plan(self, ids: Tensor | None, mask: Any, counted: tuple[bool, ...]) -> StepPlan:
+        """Decide the decode step that is about to run.
+
+        Args:
+            ids: [B, 1] the tokens that go in, None if unknown (embeddings).
+            mask: attention_mask [B, length + 1] or None.
+            counted: per row, whether the step goes into the statistics.
+        """
+        rows, length = len(self.controller.rows), self.length + 1
+        starts, valid = spans(mask, rows, length)
+        keys = [length - s for s in starts] if valid is None else valid.sum(dim=1).tolist()
+        states = self.states.values()
+        has_selection = [all(state.can_select(b) for state in states) for b in range(rows)]
+        tokens = None if ids is None else ids[:, 0].tolist()
+        kinds = self.controller.plan(tokens, keys, has_selection)
+        return StepPlan(kinds, starts, length, valid, counted)
+
+
+class Conversations:
+    """The conversations of one session, by cache; each is forgotten with its cache."""
+
+    def __init__(
+        self, config: Config, text_config: Any, layers: tuple[int, ...], boundary: Tensor | None
+    ) -> None:
+        self._config = config
+        self._text_config = text_config
+        self._layers = layers
+        self._boundary = boundary
+        self._known: WeakKeyDictionary[Cache, Conversation] = WeakKeyDictionary()
+
+    def of(self, cache: Cache, rows: int) -> Conversation:
+        """The conversation of `cache`; its full-attention layers are replaced where needed.
+
+        Raises:
+            InputError: the cache holds another number of rows.
+            UnsupportedError: another kind of cache.
+        """
+        states = adopt(cache, self._text_config, self._layers)
+        known = self._known.get(cache)
+        if known is None or known.states != states or len(known.controller.rows) != rows:
+            known = Conversation(states, Controller(self._config, self._boundary, rows))
+            self._known[cache] = known
+        for state in states.values():
+            if state.kv.length and state.kv.keys.shape[0] != rows:
+                raise InputError(f"the cache has {state.kv.keys.shape[0]} rows, the input {rows}")
+            if self._config.selector.lambda_clip > 0:
+                state.kv.track_norms()
+        return known
+
+
+def spans(mask: Any, rows: int, length: int) -> tuple[tuple[int, ...], Tensor | None]:
+    """Per row the first valid cache position; and the validity [B, length] if a row has holes.
+
+    Raises:
+        UnsupportedError: a mask that is not 2D.
+        InputError: a mask of another shape.
+    """
+    if mask is None:
+        return (0,) * rows, None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise UnsupportedError("reread needs a 2D attention_mask [batch, tokens] in decode steps")
+    if mask.shape != (rows, length):
+        raise InputError(
+            f"attention_mask is {tuple(mask.shape)}, cache and input need {(rows, length)}"
+        )
+    valid = mask != 0
+    starts = valid.int().argmax(dim=1)
+    filled = valid.sum(dim=1) == length - starts
+    return tuple(starts.tolist()), None if bool(filled.all()) else valid

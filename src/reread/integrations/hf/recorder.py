@@ -1,0 +1,122 @@
+"""Counts and clocks of one generation; the observer that tells prefill from decode."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from ...attention import Meter
+from ...config import Config
+from ...policy.controller import Controller
+from ...stats import Stats
+from ...types import StepKind
+
+
+class Recorder:
+    """One `generate` call or `decoding()` block.
+
+    Attributes:
+        decoding: whether a token has been chosen, so that the next forward is a decode step.
+        prompt, wanted: tokens of the prompt and new tokens asked for; 0 where unknown.
+    """
+
+    def __init__(self, prompt: int, wanted: int, ends: frozenset[int]) -> None:
+        self.prompt = prompt
+        self.wanted = wanted
+        self.decoding = False
+        self.meter = Meter.of(0)
+        self.steps = 0
+        self.new_tokens = 0
+        self._ends = ends
+        self._finished: list[bool] = []
+        self._controllers: dict[int, tuple[Controller, Counter[str]]] = {}
+        self._began = time.perf_counter()
+        self._first_token: float | None = None
+
+    def start_decoding(self) -> None:
+        """The prefill is over."""
+        self.decoding = True
+        self._first_token = time.perf_counter()
+
+    def token(self, tokens: Tensor) -> None:
+        """A token was chosen for every row: tokens [B]."""
+        if not self.decoding:
+            self.start_decoding()
+            self._finished = [False] * tokens.shape[0]
+        self.new_tokens += 1
+        if self._ends:
+            self._finished = [
+                done or token in self._ends
+                for done, token in zip(self._finished, tokens.tolist(), strict=True)
+            ]
+
+    def begin_step(self, controller: Controller, rows: int) -> tuple[bool, ...]:
+        """A decode step of `rows` rows is about to run: which of them count."""
+        if not self.meter.runs:
+            self.meter = Meter.of(rows)
+        self._controllers.setdefault(id(controller), (controller, controller.reasons.copy()))
+        return tuple(not done for done in self._finished) or (True,) * rows
+
+    def stats(
+        self, config: Config, backend: str, layers: int, total: int, notes: list[str]
+    ) -> Stats:
+        """What has been counted since the recorder was made."""
+        ended = time.perf_counter()
+        first = ended if self._first_token is None else self._first_token
+        steps = {k: [runs[k] // layers for runs in self.meter.runs] for k in StepKind}
+        reasons: Counter[str] = Counter()
+        for controller, before in self._controllers.values():
+            reasons += controller.reasons - before
+        meter = self.meter
+        return Stats(
+            slow_steps=steps[StepKind.SLOW],
+            fast_steps=steps[StepKind.FAST],
+            full_steps=steps[StepKind.FULL],
+            keys_read_share=meter.keys_read / meter.keys_cached if meter.keys_cached else 1.0,
+            slow_reasons=dict(reasons),
+            decode_steps=self.steps,
+            new_tokens=self.new_tokens,
+            prefill_s=first - self._began,
+            decode_s=ended - first,
+            backend=backend,
+            sparse_layers=layers,
+            total_layers=total,
+            config=config.to_dict(),
+            notes=notes,
+        )
+
+
+class Observer(StoppingCriteria):
+    """Never stops anything: tells `on_token` each row's newest token [B].
+
+    transformers calls stopping criteria once after every chosen token, in every decoding loop: that
+    is what a decode step means. A forward of one token is no sign of it (a prompt may have one).
+    """
+
+    def __init__(self, on_token: Any) -> None:
+        self._on_token = on_token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self._on_token(input_ids[:, -1])
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def end_tokens(model: Any, given: dict[str, Any]) -> frozenset[int]:
+    """Token ids after which a row is over: end of sequence, and the padding that follows it."""
+    configs = [given.get("generation_config"), model.generation_config]
+    ids: set[int] = set()
+    for name in ("eos_token_id", "pad_token_id"):
+        value = given.get(name)
+        for config in configs:
+            value = getattr(config, name, None) if value is None else value
+        if value is None and name == "eos_token_id":
+            return frozenset()
+        if isinstance(value, Tensor):
+            value = value.flatten().tolist()
+        ids.update([value] if isinstance(value, int) else value or [])
+    return frozenset(ids)

@@ -1,0 +1,17 @@
+"""Triton kernels, each beside its reference in `ops.reference` and `policy.selector`. Imports triton."""
+
+from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
+from .select import select
+from .workspace import Workspace, unsupported
+
+__all__ = [
+    "Cache",
+    "Chosen",
+    "Tuning",
+    "Workspace",
+    "decode_dense",
+    "decode_mixed",
+    "decode_sparse",
+    "select",
+    "unsupported",
+]

@@ -1,0 +1,224 @@
+# mypy: ignore-errors
+"""The attention kernels: dense, sparse, both in one launch, and the sum of their partial results.
+
+Dense work is one flat list of (row, KV head, block) over the active rows, cut into equal runs, one a program: a single
+slow row of a batch is spread over the whole card. Program p that meets tile t (row * Hkv + head) writes slot p + t,
+which no other pair has, and which makes the slots of a tile consecutive. Sparse work is a fixed grid of tile x split.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    FLOOR,
+    ROWS,
+    load_queries,
+    row_blocks,
+    save_partial,
+    walk_list,
+    walk_span,
+    walk_span_with_evidence,
+)
+
+
+@triton.jit
+def dense_run(
+    pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums, starts, lengths, active,
+    logits, width, low, high, scale2, B,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
+    EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Everything that program `pid` of `programs` does of the dense work."""
+    rows = tl.arange(0, BPAD)
+    blocks = row_blocks(starts, lengths, active, B, BPAD, BN) * HKV
+    ends = tl.cumsum(blocks, 0)
+    total = tl.sum(blocks, 0)
+    share = (total + programs - 1) // programs
+    work = pid * share
+    stop = tl.minimum(work + share, total)
+    while work < stop:
+        b = tl.sum((ends <= work).to(tl.int32), 0)
+        mine = rows == b
+        per_head = tl.sum(tl.where(mine, blocks, 0), 0) // HKV
+        local = work - tl.sum(tl.where(rows < b, blocks, 0), 0)
+        h = local // per_head
+        block = local % per_head
+        taken = tl.minimum(per_head - block, stop - work)
+        start = tl.load(starts + b)
+        first = start + block * BN
+        last = tl.minimum(tl.load(lengths + b), first + taken * BN)
+        qs = load_queries(q, b, h, G, D, HKV)
+        kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
+        vb = v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head
+        m = tl.full([ROWS], FLOOR, tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        mj, lj = m, l
+        tile = b * HKV + h
+        if EVIDENCE:
+            m, l, acc, mj, lj = walk_span_with_evidence(
+                qs, kb, vb, k_step, v_step, first, last, scale2, m, l, acc,
+                logits + tile.to(tl.int64) * G * width, width, tl.load(low + b), tl.load(high + b), mj, lj,
+                BN, D, G, PRECISION,
+            )  # fmt: skip
+        else:
+            m, l, acc = walk_span(
+                qs, kb, vb, k_step, v_step, first, last, scale2, m, l, acc, BN, D, PRECISION
+            )
+        save_partial(parts, sums, pid + tile, m, l, acc, mj, lj, G, D, EVIDENCE)
+        work += taken
+
+
+@triton.jit
+def sparse_piece(
+    tile, split, splits, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
+    starts, lengths, window, chosen, counts, K, sink, scale2,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Split `split` of `splits` of one tile; DIRECT (a single split) writes the output, otherwise a partial."""
+    b, h = tile // HKV, tile % HKV
+    start, recent = tl.load(starts + b), tl.load(window + b)
+    count = tl.load(counts + tile)
+    sinks = tl.maximum(tl.minimum(sink, recent - start), 0)
+    total = sinks + count + tl.maximum(tl.load(lengths + b) - recent, 0)
+    share = (total + splits * BN - 1) // (splits * BN) * BN
+    first = split * share
+    last = tl.minimum(first + share, total)
+    qs = load_queries(q, b, h, G, D, HKV)
+    m = tl.full([ROWS], FLOOR, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    m, l, acc = walk_list(
+        qs, k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head,
+        v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head, k_step, v_step,
+        chosen + tile.to(tl.int64) * K, start, sinks, count, recent, first, last, scale2, m, l, acc,
+        BN, D, PRECISION,
+    )  # fmt: skip
+    if DIRECT:
+        g, d = tl.arange(0, ROWS), tl.arange(0, D)
+        to = out + tile.to(tl.int64) * (G * D) + g[:, None] * D + d[None, :]
+        tl.store(to, (acc / l[:, None]).to(out.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        save_partial(parts, sums, tile * splits + split, m, l, acc, m, l, G, D, False)
+
+
+@triton.jit
+def dense_kernel(
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums, starts, lengths, active,
+    logits, width, low, high, scale2, B,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
+    EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    dense_run(
+        tl.program_id(0), tl.num_programs(0), q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
+        starts, lengths, active, logits, width, low, high, scale2, B, HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def sparse_kernel(
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums, starts, lengths, active,
+    window, chosen, counts, K, sink, scale2, splits,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tile = pid // splits
+    if tl.load(active + tile // HKV) != 0:
+        sparse_piece(
+            tile, pid % splits, splits, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
+            starts, lengths, window, chosen, counts, K, sink, scale2, HKV, G, D, BN, DIRECT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def mixed_kernel(
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums, starts, lengths, slow,
+    logits, width, low, high, window, chosen, counts, K, sink, scale2, B, programs, splits,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
+    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Slow rows by the first `programs` programs, fast rows by the others. Sparse slots lie behind the dense ones."""
+    pid = tl.program_id(0)
+    if pid < programs:
+        dense_run(
+            pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
+            starts, lengths, slow, logits, width, low, high, scale2, B, HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
+        )  # fmt: skip
+    else:
+        tile = (pid - programs) // splits
+        if tl.load(slow + tile // HKV) == 0:
+            slots = (programs + B * HKV).to(tl.int64)
+            sparse_piece(
+                tile, (pid - programs) % splits, splits, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step,
+                out, parts + slots * (G * D), sums + slots * (4 * ROWS), starts, lengths, window, chosen, counts,
+                K, sink, scale2, HKV, G, D, BN, DIRECT, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def combine_slots(
+    slot, count, g, parts, sums, to, lse,
+    G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
+):  # fmt: skip
+    """Sum `count` partials from `slot` on into one query head's output; EVIDENCE: also its log-sum over J."""
+    lane, d = tl.arange(0, CHUNK), tl.arange(0, D)
+    m = tl.full([], FLOOR, tl.float32)
+    l = tl.full([], 0.0, tl.float32)
+    mj, lj = m, l
+    acc = tl.zeros([D], tl.float32)
+    for i in range(0, count, CHUNK):
+        real = i + lane < count
+        at = (slot + i + lane).to(tl.int64)
+        ms = tl.load(sums + at * (4 * ROWS) + g, mask=real, other=FLOOR)
+        ls = tl.load(sums + at * (4 * ROWS) + ROWS + g, mask=real, other=0.0)
+        os = tl.load(parts + (at[:, None] * G + g) * D + d[None, :], mask=real[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(ms, 0))
+        weight = tl.exp2(ms - m_new)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink + tl.sum(ls * weight, 0)
+        acc = acc * shrink + tl.sum(os * weight[:, None], 0)
+        m = m_new
+        if EVIDENCE:
+            mjs = tl.load(sums + at * (4 * ROWS) + 2 * ROWS + g, mask=real, other=FLOOR)
+            ljs = tl.load(sums + at * (4 * ROWS) + 3 * ROWS + g, mask=real, other=0.0)
+            mj_new = tl.maximum(mj, tl.max(mjs, 0))
+            lj = lj * tl.exp2(mj - mj_new) + tl.sum(ljs * tl.exp2(mjs - mj_new), 0)
+            mj = mj_new
+    tl.store(to + d, (acc / l).to(to.dtype.element_ty))
+    if EVIDENCE:
+        tl.store(lse, mj + tl.log2(lj))
+
+
+@triton.jit
+def combine_kernel(
+    out, parts, sums, lse, starts, lengths, slow, B, programs, splits,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
+    CHUNK: tl.constexpr, EVIDENCE: tl.constexpr, DENSE: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    """One query head of one row. DENSE, SPARSE: which kinds have partials here; `slow` says which one a row is."""
+    pid = tl.program_id(0)
+    head, g = pid // G, pid % G
+    b, h = head // HKV, head % HKV
+    is_slow = tl.load(slow + b) != 0
+    to = out + pid.to(tl.int64) * D
+    if DENSE:
+        blocks = row_blocks(starts, lengths, slow, B, BPAD, BN) * HKV
+        rows = tl.arange(0, BPAD)
+        share = tl.maximum((tl.sum(blocks, 0) + programs - 1) // programs, 1)
+        per_head = tl.sum(tl.where(rows == b, blocks, 0), 0) // HKV
+        begin = tl.sum(tl.where(rows < b, blocks, 0), 0) + h * per_head
+        if is_slow & (per_head > 0):
+            first = begin // share
+            count = (begin + per_head - 1) // share - first + 1
+            combine_slots(first + head, count, g, parts, sums, to, lse + pid, G, D, CHUNK, EVIDENCE)
+    if SPARSE:
+        wanted = tl.load(slow + b) == 0 if DENSE else is_slow
+        if wanted:
+            slots = programs + B * HKV if DENSE else 0
+            combine_slots(
+                slots + head * splits, splits, g, parts, sums, to, lse, G, D, CHUNK, False
+            )

@@ -1,0 +1,218 @@
+"""Attention of one new token per row on the GPU: dense, sparse, or each row its own kind in one launch.
+
+Same meaning as `ops.reference`; what a graph must not bake in (starts, lengths, windows, which rows run) are int32
+tensors on the device, read there only. Rows that are off keep what `out` held.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from . import attend, choose
+from .workspace import CHUNK, Workspace, check
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Launch parameters: keys per block, warps, pipeline stages, and pieces per SM (dense) or per tile (sparse).
+
+    Zero programs or splits: what the workspace says, or as many splits as fill the card.
+    """
+
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 0
+    splits: int = 0
+
+
+DENSE = Tuning()
+SPARSE = Tuning()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What fast rows read, all int32 on the device.
+
+    Attributes:
+        indices: [B, Hkv, K] ascending, padded behind `counts`.
+        counts: [B, Hkv].
+        window_start: [B] first position of the recent window.
+        sink: first positions of a row that are always read.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    window_start: Tensor
+    sink: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys and values [B, Hkv, L, D] with each row's valid span, starts and lengths int32 [B] on the device."""
+
+    k: Tensor
+    v: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Row, head and position strides of keys, then of values."""
+        return (*self.k.stride()[:3], *self.v.stride()[:3])
+
+
+Allowed = tuple[Tensor, Tensor]
+
+
+def decode_dense(
+    q: Tensor,
+    kv: Cache,
+    *,
+    scale: float,
+    work: Workspace,
+    active: Tensor | None = None,
+    allowed: Allowed | None = None,
+    out: Tensor | None = None,
+    tuning: Tuning = DENSE,
+) -> tuple[Tensor, Tensor | None]:
+    """Dense attention of the active rows, their work split evenly over the whole card.
+
+    Args:
+        q: [B, H, D] contiguous. active: int32 [B], 0 = leave the row alone; None: all rows.
+        allowed: int32 [B] low and high of J; asks for the evidence.
+
+    Returns:
+        out [B, H, D]; mass fp32 [B, Hkv, L] (a view of the workspace, good until the next call) or None.
+    """
+    check(q, kv.k)
+    out = torch.empty_like(q) if out is None else out
+    on = work.always[: q.shape[0]] if active is None else active
+    programs = tuning.programs or work.programs
+    shape = _shape(q, kv)
+    low, high = allowed or (kv.starts, kv.starts)
+    evidence = allowed is not None
+    attend.dense_kernel[(programs,)](
+        q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths, on,
+        work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
+        BN=tuning.block, EVIDENCE=evidence, PRECISION=_precision(q),
+        num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    _combine(q, kv, out, work, on, programs, 1, tuning.block, evidence, dense=True, sparse=False)
+    return out, _evidence(q, kv, work, allowed, on) if allowed is not None else None
+
+
+def decode_sparse(
+    q: Tensor,
+    kv: Cache,
+    chosen: Chosen,
+    *,
+    scale: float,
+    work: Workspace,
+    active: Tensor | None = None,
+    out: Tensor | None = None,
+    tuning: Tuning = SPARSE,
+) -> Tensor:
+    """Attention of the active rows over sink + selected + recent, gathered from the full cache. Returns [B, H, D]."""
+    check(q, kv.k)
+    out = torch.empty_like(q) if out is None else out
+    on = work.always[: q.shape[0]] if active is None else active
+    tiles = q.shape[0] * kv.k.shape[1]
+    splits = tuning.splits or work.max_splits
+    shape = _shape(q, kv)
+    del shape["BPAD"]
+    attend.sparse_kernel[(tiles * splits,)](
+        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
+        chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
+        scale * LOG2_E, splits, **shape, BN=tuning.block, DIRECT=splits == 1,
+        PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine(q, kv, out, work, on, 0, splits, tuning.block, False, dense=False, sparse=True)
+    return out
+
+
+def decode_mixed(
+    q: Tensor,
+    kv: Cache,
+    chosen: Chosen,
+    slow: Tensor,
+    *,
+    scale: float,
+    work: Workspace,
+    allowed: Allowed | None = None,
+    out: Tensor | None = None,
+    tuning: Tuning = SPARSE,
+) -> tuple[Tensor, Tensor | None]:
+    """Each row its own kind: dense where `slow` (int32 [B]) is not 0, sparse elsewhere, in one launch.
+
+    Returns:
+        out [B, H, D], and the slow rows' mass or None, as `decode_dense`.
+    """
+    check(q, kv.k)
+    out = torch.empty_like(q) if out is None else out
+    tiles = q.shape[0] * kv.k.shape[1]
+    splits, programs = tuning.splits or work.max_splits, tuning.programs or work.programs
+    low, high = allowed or (kv.starts, kv.starts)
+    evidence = allowed is not None
+    attend.mixed_kernel[(programs + tiles * splits,)](
+        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, slow,
+        work.logits, kv.k.shape[2], low, high, chosen.window_start, chosen.indices, chosen.counts,
+        chosen.indices.shape[2], chosen.sink, scale * LOG2_E, q.shape[0], programs, splits,
+        **_shape(q, kv), BN=tuning.block, EVIDENCE=evidence, DIRECT=splits == 1,
+        PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    sparse = splits > 1
+    _combine(
+        q, kv, out, work, slow, programs, splits, tuning.block, evidence, dense=True, sparse=sparse
+    )
+    return out, _evidence(q, kv, work, allowed, slow) if allowed is not None else None
+
+
+def _shape(q: Tensor, kv: Cache) -> dict[str, int]:
+    heads = kv.k.shape[1]
+    padded = triton.next_power_of_2(q.shape[0])
+    return {"HKV": heads, "G": q.shape[1] // heads, "D": q.shape[2], "BPAD": padded}
+
+
+def _precision(q: Tensor) -> str:
+    # tf32, the default for fp32 inputs, has half precision's error
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
+def _combine(
+    q: Tensor,
+    kv: Cache,
+    out: Tensor,
+    work: Workspace,
+    slow: Tensor,
+    programs: int,
+    splits: int,
+    block: int,
+    evidence: bool,
+    *,
+    dense: bool,
+    sparse: bool,
+) -> None:
+    attend.combine_kernel[(q.shape[0] * q.shape[1],)](
+        out, work.parts, work.sums, work.lse, kv.starts, kv.lengths, slow, q.shape[0], programs,
+        splits, **_shape(q, kv), BN=block, CHUNK=32 if dense else min(32, max(2, splits)),
+        EVIDENCE=evidence, DENSE=dense, SPARSE=sparse, num_warps=4,
+    )  # fmt: skip
+
+
+def _evidence(q: Tensor, kv: Cache, work: Workspace, allowed: Allowed, active: Tensor) -> Tensor:
+    rows, heads, width = kv.k.shape[:3]
+    mass = work.mass.view(-1)[: rows * heads * width].view(rows, heads, width)
+    choose.evidence_kernel[(triton.cdiv(width, CHUNK), rows * heads)](
+        work.logits, work.lse, mass, width, *allowed, active,
+        HKV=heads, G=q.shape[1] // heads, BLOCK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    return mass

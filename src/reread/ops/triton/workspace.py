@@ -1,0 +1,132 @@
+"""Device memory that the kernels need besides inputs and outputs: sized once, shared by all layers, never grown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+
+HEAD_DIMS = (64, 128, 256)
+MAX_GROUP = 16
+MAX_ROWS = 64
+MAX_LENGTH = 262_144
+CHUNK = 2048  # positions that one program of the Selector handles
+BINS = 2048
+PROGRAMS_PER_SM = 4
+MAX_SPLITS = 16
+
+
+def unsupported(q: Tensor, k: Tensor) -> str | None:
+    """Why the kernels cannot run on q [B, H, D] and k [B, Hkv, L, D]; None if they can."""
+    rows, heads, dim = q.shape
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype {q.dtype}: bfloat16, float16 or float32"
+    if k.dtype != q.dtype:
+        return f"keys in {k.dtype} under queries in {q.dtype}: the same dtype"
+    if dim not in HEAD_DIMS:
+        return f"head dim {dim}: one of {', '.join(map(str, HEAD_DIMS))}"
+    if heads % k.shape[1] or heads // k.shape[1] > MAX_GROUP:
+        return f"{heads} query heads on {k.shape[1]} KV heads: at most {MAX_GROUP} a KV head"
+    if rows > MAX_ROWS:
+        return f"{rows} rows: at most {MAX_ROWS}"
+    if k.shape[2] > MAX_LENGTH:
+        return f"a cache of {k.shape[2]} positions: at most {MAX_LENGTH}"
+    if k.stride(-1) != 1 or not q.is_contiguous():
+        return "memory layout: q contiguous, keys contiguous in the head dim"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "compute capability below 8.0"
+    return None
+
+
+def check(q: Tensor, k: Tensor) -> None:
+    """Refuse what the kernels do not cover.
+
+    Raises:
+        UnsupportedError: names the offending value and what would be right.
+    """
+    reason = unsupported(q, k)
+    if reason is not None:
+        raise UnsupportedError(f"the Triton kernels do not cover {reason}")
+
+
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a CUDA device; 2 where kernels are interpreted, so that small tests split their work as well."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Scratch memory for one device and one largest shape. One stream at a time may use it.
+
+    Attributes:
+        rows, heads, kv_heads, dim, capacity: the largest B, H, Hkv, D and L.
+        programs: what dense work is cut into.
+        evidence: whether slow steps feed a Selector; without, its share is not allocated.
+        parts, sums: unfinished softmax results of the attention kernels.
+        lse, logits, mass: evidence. scores, hists, cuts, tallies, prior_sums: the Selector.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    capacity: int
+    device: torch.device
+    evidence: bool = True
+    programs: int = 0
+    parts: Tensor = field(init=False)
+    sums: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
+    logits: Tensor = field(init=False)
+    mass: Tensor = field(init=False)
+    scores: Tensor = field(init=False)
+    hists: Tensor = field(init=False)
+    cuts: Tensor = field(init=False)
+    tallies: Tensor = field(init=False)
+    prior_sums: Tensor = field(init=False)
+    always: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.programs = self.programs or PROGRAMS_PER_SM * multiprocessors(self.device)
+        tiles = self.rows * self.kv_heads
+        group = self.heads // self.kv_heads
+        slots = self.programs + tiles + tiles * self.max_splits
+        self.parts = self._fp32(slots, group, self.dim)
+        self.sums = self._fp32(slots, 4, 16)
+        self.always = torch.ones(self.rows, dtype=torch.int32, device=self.device)
+        width = self.capacity if self.evidence else 0
+        heads = tiles if self.evidence else 0
+        self.lse = self._fp32(self.rows, self.heads)
+        self.logits = self._fp32(self.rows, self.heads, width)
+        self.mass = self._fp32(self.rows, self.kv_heads, width)
+        self.scores = self._fp32(2, self.rows, self.kv_heads, width)
+        # the kernels leave the histograms at zero for the next call
+        self.hists = torch.zeros(heads, 3, BINS, dtype=torch.int32, device=self.device)
+        self.cuts = torch.zeros(heads, 3, 2, dtype=torch.int32, device=self.device)
+        self.tallies = torch.zeros(heads, 2, self.chunks, dtype=torch.int32, device=self.device)
+        self.prior_sums = self._fp32(heads, 5, self.chunks)
+
+    def _fp32(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=self.device)
+
+    @property
+    def max_splits(self) -> int:
+        """Most pieces that one tile's sparse work is cut into."""
+        tiles = self.rows * self.kv_heads
+        return max(1, min(MAX_SPLITS, -(-self.programs // tiles)))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the Selector, a power of two (a Triton vector)."""
+        return 1 << max(0, (-(-self.capacity // CHUNK) - 1).bit_length())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        names = ("parts", "sums", "lse", "logits", "mass", "scores", "hists", "cuts", "tallies")
+        return sum(getattr(self, name).nbytes for name in (*names, "prior_sums", "always"))
