@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicCache
 
 import reread
 from benchmarks.common import console, save, show
-from reread.evaluation.fidelity import cache_argument, fork, prefill
+from reread.evaluation.fidelity import fork, prefill
 from reread.evaluation.provenance import provenance
 from reread.evaluation.texts import digest, prose
-from reread.integrations.hf.cache import adopt, sparse_layers
+from reread.integrations.hf.cache import adopt, cache_keyword, sparse_layers
 from reread.integrations.hf.load import Loaded, load
 
 STOCK, PREALLOCATED, DENSE = (
@@ -48,7 +48,7 @@ def stock_arm(loaded: Loaded, cache: DynamicCache, ids: Tensor, new: int) -> tup
     """transformers' own generate on `cache`: new tokens and seconds after the first one."""
     clock = _FirstToken()
     sequences = loaded.model.generate(
-        ids, **{cache_argument(loaded.model): cache}, streamer=clock, **greedy(new)
+        ids, **{cache_keyword(loaded.model): cache}, streamer=clock, **greedy(new)
     )
     return sequences[0, ids.shape[1] :], time.perf_counter() - clock.at
 
@@ -97,7 +97,7 @@ def run(loaded: Loaded, cache: DynamicCache, ids: Tensor, arm: str, new: int) ->
         ids,
         config=VARIANTS[arm],
         tokenizer=loaded.tokenizer,
-        **{cache_argument(loaded.model): fork(cache)},
+        **{cache_keyword(loaded.model): fork(cache)},
         **greedy(new),
     )
     stats = output.stats
@@ -121,7 +121,7 @@ def check(loaded: Loaded, cache: DynamicCache, ids: Tensor) -> None:
         "always slow": base.updated({"t_max": 1}),
         "select everything": base.updated({"k": ids.shape[1], "dense_below_budget": False}),
     }.items():
-        options = {cache_argument(loaded.model): fork(cache), **greedy(new)}
+        options = {cache_keyword(loaded.model): fork(cache), **greedy(new)}
         got = reread.generate(
             loaded.model, ids, config=config, tokenizer=loaded.tokenizer, **options
         )

@@ -71,7 +71,7 @@ class Reporter:
     def __init__(self, console: Console, *, decode: bool = True) -> None:
         self._console = console
         self._decode = decode
-        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._tasks: dict[str, TaskID] = {}
         self._bars = (
             Progress(
                 TextColumn("{task.description:<16}"),
@@ -106,16 +106,25 @@ class Reporter:
         if phase == "decode" and not self._decode:
             return
         label = f"{arm} {phase}".strip()
-        if self._bars is not None:
-            key = (arm, phase)
-            if key not in self._tasks:
-                self._tasks[key] = self._bars.add_task(label, total=total)
-            self._bars.update(self._tasks[key], completed=done, total=total)
+        if self._bars is None:
+            now = time.monotonic()
+            if done >= total or now - self._last_line >= LINE_EVERY_S:
+                self._last_line = now
+                self._console.print(f"{label}: {done}/{total} tokens")
             return
-        now = time.monotonic()
-        if done >= total or now - self._last_line >= LINE_EVERY_S:
-            self._last_line = now
-            self._console.print(f"{label}: {done}/{total} tokens")
+        if label not in self._tasks:
+            self._end_tasks()
+            self._tasks[label] = self._bars.add_task(label, total=total)
+        self._bars.update(self._tasks[label], completed=done, total=total)
+        if done >= total and not self._decode:
+            # the text that follows must find the terminal free
+            self._bars.stop()
+
+    def _end_tasks(self) -> None:
+        """An answer may end early; then its bar is full too, and its clock stands still."""
+        assert self._bars is not None
+        for task in self._bars.tasks:
+            self._bars.update(task.id, total=task.completed)
 
 
 def summary(stats: Stats, tokens: int) -> str:

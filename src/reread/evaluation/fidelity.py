@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from ..config import Config
 from ..errors import InputError
 from ..integrations.hf.attach import attach
+from ..integrations.hf.cache import cache_keyword
 from ..stats import Stats
 
 Tick = Callable[[int, int], None]
@@ -44,7 +45,7 @@ def prefill(
     """Write ids [B, P] into a new cache, dense, in chunks; it can be forked with `fork` for any
     number of variants."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    name = cache_argument(model)
+    name = cache_keyword(model)
     with torch.no_grad(), attach(model, config.updated({"triggers.boundary": False})):
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
@@ -59,13 +60,6 @@ def fork(cache: DynamicCache) -> DynamicCache:
     return copy.deepcopy(cache)
 
 
-def cache_argument(model: Any) -> str:
-    """The keyword under which this transformers version takes the cache ("cache" since 5.24)."""
-    import inspect
-
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def step_logits(
     model: Any,
     cache: DynamicCache,
@@ -76,7 +70,7 @@ def step_logits(
 ) -> Stats:
     """Feed ids [B, N] one by one after the cache's content; `observe(step, logits [B, V])` sees
     every output."""
-    name = cache_argument(model)
+    name = cache_keyword(model)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore" if tokenizer is None else "default")
         with attach(model, config, tokenizer=tokenizer) as session, session.decoding():

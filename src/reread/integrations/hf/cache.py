@@ -3,6 +3,7 @@ layers keep theirs."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -157,3 +158,8 @@ def adopt(cache: Cache, config: Any, wanted: tuple[int, ...]) -> dict[int, Layer
         if isinstance(layer, RereadLayer):
             states[i] = layer.state
     return states
+
+
+def cache_keyword(model: Any) -> str:
+    """The keyword under which the model takes a cache: "cache" since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

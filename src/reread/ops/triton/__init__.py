@@ -1,6 +1,7 @@
 """Triton kernels, each beside its reference in `ops.reference` and `policy.selector`. Imports triton."""
 
 from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
+from .packed import decode_packed, pack
 from .select import select
 from .workspace import Workspace, unsupported
 
@@ -11,7 +12,9 @@ __all__ = [
     "Workspace",
     "decode_dense",
     "decode_mixed",
+    "decode_packed",
     "decode_sparse",
+    "pack",
     "select",
     "unsupported",
 ]

@@ -190,7 +190,8 @@ def combine_slots(
             mj = mj_new
     tl.store(to + d, (acc / l).to(to.dtype.element_ty))
     if EVIDENCE:
-        tl.store(lse, mj + tl.log2(lj))
+        # an empty J leaves the floor, and nothing reads it
+        tl.store(lse, mj + tl.log2(tl.maximum(lj, 1.0e-30)))
 
 
 @triton.jit

@@ -55,9 +55,9 @@ def log_score_kernel(
     s = tl.load(mass + head.to(tl.int64) * width + at, mask=inside, other=0.0)
     if PRIOR:
         norm = tl.load(norms + head.to(tl.int64) * width + at, mask=inside, other=1.0)
-        t = log_prior(norm, at - begin, end - begin, eps, gamma, beta, power, eta)
+        t = log_prior(norm, tl.where(inside, at - begin, 0), end - begin, eps, gamma, beta, power, eta)
         top, lam, scale = mixture(prior_sums + head * (CHUNKS * 5), clip, CHUNKS)
-        s = (1.0 - lam) * s + lam * (tl.exp(t - top) * scale)
+        s = (1.0 - lam) * s + lam * (tl.exp(tl.minimum(t - top, 0.0)) * scale)
     tl.store(scores + head.to(tl.int64) * width + at, tl.log(s + eps), mask=inside)
 
 
@@ -89,7 +89,7 @@ def prior_sums_kernel(
     norm = tl.load(norms + head.to(tl.int64) * width + at, mask=inside, other=1.0)
     t = log_prior(norm, tl.where(inside, at - begin, 0), end - begin, eps, gamma, beta, power, eta)
     top = tl.max(tl.where(inside, t, -1.0e30), 0)
-    w = tl.where(inside, tl.exp(t - top), 0.0)
+    w = tl.where(inside, tl.exp(tl.minimum(t - top, 0.0)), 0.0)
     to = sums + head * (CHUNKS * 5) + tl.program_id(0)
     tl.store(to, top)
     tl.store(to + CHUNKS, tl.sum(w, 0))

@@ -99,6 +99,7 @@ def decode_dense(
     shape = _shape(q, kv)
     low, high = allowed or (kv.starts, kv.starts)
     evidence = allowed is not None
+    work.require(q, kv.k, programs, 1, evidence)
     attend.dense_kernel[(programs,)](
         q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths, on,
         work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
@@ -128,6 +129,7 @@ def decode_sparse(
     splits = tuning.splits or work.max_splits
     shape = _shape(q, kv)
     del shape["BPAD"]
+    work.require(q, kv.k, 0, splits, evidence=False)
     attend.sparse_kernel[(tiles * splits,)](
         q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
         chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
@@ -162,6 +164,7 @@ def decode_mixed(
     splits, programs = tuning.splits or work.max_splits, tuning.programs or work.programs
     low, high = allowed or (kv.starts, kv.starts)
     evidence = allowed is not None
+    work.require(q, kv.k, programs, splits, evidence)
     attend.mixed_kernel[(programs + tiles * splits,)](
         q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, slow,
         work.logits, kv.k.shape[2], low, high, chosen.window_start, chosen.indices, chosen.counts,
@@ -203,7 +206,7 @@ def _combine(
 ) -> None:
     attend.combine_kernel[(q.shape[0] * q.shape[1],)](
         out, work.parts, work.sums, work.lse, kv.starts, kv.lengths, slow, q.shape[0], programs,
-        splits, **_shape(q, kv), BN=block, CHUNK=32 if dense else min(32, max(2, splits)),
+        splits, **_shape(q, kv), BN=block, CHUNK=32 if dense else triton.next_power_of_2(max(2, splits)),
         EVIDENCE=evidence, DENSE=dense, SPARSE=sparse, num_warps=4,
     )  # fmt: skip
 

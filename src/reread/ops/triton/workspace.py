@@ -111,6 +111,15 @@ class Workspace:
         self.tallies = torch.zeros(heads, 2, self.chunks, dtype=torch.int32, device=self.device)
         self.prior_sums = self._fp32(heads, 5, self.chunks)
 
+    def require(self, q: Tensor, k: Tensor, programs: int, splits: int, evidence: bool) -> None:
+        """Our own callers must have sized this for what they run: kernels do not check their stores."""
+        rows, heads, dim = q.shape
+        tiles = rows * k.shape[1]
+        assert programs + tiles + tiles * splits <= self.parts.shape[0], (programs, splits)
+        assert heads // k.shape[1] <= self.parts.shape[1] and dim <= self.dim
+        assert rows <= self.rows and heads <= self.heads and k.shape[1] <= self.kv_heads
+        assert not evidence or (self.evidence and k.shape[2] <= self.capacity)
+
     def _fp32(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.device)
 

@@ -1,0 +1,27 @@
+"""transformers' own `generate` inside `attach`: streaming, sampling, two turns on one cache."""
+
+import torch
+from transformers import DynamicCache, TextStreamer
+
+import reread
+from reread.integrations.hf.cache import cache_keyword
+from reread.integrations.hf.load import load
+
+loaded = load("smollm2")
+model, tokenizer = loaded.model, loaded.tokenizer
+cache = DynamicCache(config=model.config)
+
+torch.manual_seed(0)
+with reread.attach(model, reread.Config(k=128, recent=64), tokenizer=tokenizer) as session:
+    ids = tokenizer("The history of reading began when ", return_tensors="pt").input_ids
+    for _turn in range(2):
+        ids = model.generate(
+            ids,
+            max_new_tokens=24,
+            do_sample=True,
+            streamer=TextStreamer(tokenizer),
+            **{cache_keyword(model): cache},
+        )
+        more = tokenizer(" Later, ", return_tensors="pt", add_special_tokens=False).input_ids
+        ids = torch.cat([ids, more], dim=1)
+    print(session.stats.slow_steps, session.stats.fast_steps, session.stats.full_steps)
