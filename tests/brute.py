@@ -1,4 +1,4 @@
-"""The Selector written out position by position in float64, straight from the equations: slow, and obviously right.
+"""The Selector written out position by position in float64: slow, and obviously right.
 
 Nothing here calls reread. Lists and numpy only, one loop per "for all j" of the text.
 """
@@ -23,13 +23,16 @@ def softmax(x: Sequence[float] | Array) -> Array:
 
 def evidence(p: Array, alpha: float) -> Array:
     """p [W, n] -> f [n]: mu(j) = 1/W sum p^alpha; f = mu^(1/alpha), normalised."""
-    mu = [sum(float(p[w, j]) ** alpha for w in range(p.shape[0])) / p.shape[0] for j in range(p.shape[1])]
+    mu = [
+        sum(float(p[w, j]) ** alpha for w in range(p.shape[0])) / p.shape[0]
+        for j in range(p.shape[1])
+    ]
     f = np.array([m ** (1.0 / alpha) for m in mu])
     return np.asarray(f / f.sum())
 
 
 def prior(norms: Array, gamma: float, beta: float, p: float, eta: float, eps: float) -> Array:
-    """norms [n] -> r [n], proportional to (norm + eps)^-gamma * exp(-beta u^p) (1 - u + eps)^eta, newest u = 1."""
+    """r(j) ~ (norm_j + eps)^-gamma * exp(-beta u^p) (1 - u + eps)^eta, newest u = 1; [n] -> [n]."""
     n = len(norms)
     out = []
     for j in range(n):
@@ -55,7 +58,7 @@ def soft_nms(z: Array, alpha: float, neighbourhood: int) -> Array:
 
 
 def spread(z: Array, back: int, ahead: int) -> Array:
-    """Every position hands its score to `back` positions before it and `ahead` after it; the highest offer stays."""
+    """Each position offers its score to `back` before and `ahead` after it; the highest stays."""
     out = np.full(len(z), -math.inf)
     for j, score in enumerate(z):
         for i in range(max(0, j - back), min(len(z), j + ahead + 1)):
@@ -84,7 +87,9 @@ def scores(f: Array, norms: Array, selector: Any) -> Array:
     for h in range(f.shape[0]):
         s = f[h]
         if selector.lambda_clip > 0:
-            r = prior(norms[h], selector.gamma, selector.beta, selector.p, selector.eta, selector.eps)
+            r = prior(
+                norms[h], selector.gamma, selector.beta, selector.p, selector.eta, selector.eps
+            )
             lam = mixing_weight(s, r, selector.lambda_clip)
             s = (1 - lam) * s + lam * r
         z = np.log(s + selector.eps)

@@ -19,19 +19,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker, why in (
-        ("slow", "takes more than a few seconds; CI runs it all the same"),
-        ("gpu", "needs a CUDA device"),
-    ):
-        config.addinivalue_line("markers", f"{marker}: {why}")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers share the cores already
 
 
 @pytest.fixture(scope="session")
 def needle_dir() -> Path:
-    """The retrieval checkpoint that lies beside the repository; tests that need it skip where it is missing."""
+    """The retrieval checkpoint beside the repository; where it is missing, tests skip."""
     folder = SHARED / "models" / "needle-27m"
     if not (folder / "model.safetensors").is_file():
-        pytest.skip("needle-27m is not here: expected ../shared/models/needle-27m beside the repository")
+        pytest.skip(
+            "needle-27m is not here: expected ../shared/models/needle-27m beside the repository"
+        )
     return folder

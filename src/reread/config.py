@@ -9,52 +9,11 @@ from typing import Any, Literal, TypeVar, get_args
 
 from .checks import is_real, require, require_bool, require_int, require_real
 from .errors import ConfigError
+from .refinements import REFINEMENTS, Refinement, SoftNMS, Span
 
 Mode = Literal["slow-fast", "dense"]
 Backend = Literal["auto", "reference", "triton"]
 PresetName = Literal["default", "paper", "dense"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftNMS:
-    """Refinement of the paper: a position is pulled down by the excess of its best neighbour.
-
-    z <- z - alpha * max(0, localmax(z) - z), localmax over `neighbourhood` positions centred on it
-    (SFI, step 6).
-    """
-
-    alpha: float = 0.5
-    neighbourhood: int = 5
-
-    def __post_init__(self) -> None:
-        require_real("soft_nms.alpha", self.alpha, 0.0)
-        require_int("soft_nms.neighbourhood", self.neighbourhood, 1)
-        require(
-            self.neighbourhood % 2 == 1,
-            "soft_nms.neighbourhood",
-            self.neighbourhood,
-            "an odd number",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Refinement that keeps spans: each position's score spreads, by maximum, to its neighbours
-    before top-K.
-
-    `back` positions before it and `ahead` positions after it (in the text) take over its score.
-    """
-
-    back: int = 8
-    ahead: int = 24
-
-    def __post_init__(self) -> None:
-        require_int("span.back", self.back, 0)
-        require_int("span.ahead", self.ahead, 0)
-
-
-Refinement = SoftNMS | Span
-_REFINEMENTS: dict[str, type[SoftNMS] | type[Span]] = {"soft_nms": SoftNMS, "span": Span}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +190,7 @@ class Config:
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         out = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        kind = next((name for name, cls in _REFINEMENTS.items() if type(value) is cls), None)
+        kind = next((name for name, cls in REFINEMENTS.items() if type(value) is cls), None)
         return {"kind": kind, **out} if kind else out
     return value
 
@@ -267,11 +226,11 @@ def _decode_refine(value: Any, name: str) -> Refinement | None:
         kind = rest.pop("kind", "")
     if kind == "none" and not rest:
         return None
-    if kind not in _REFINEMENTS:
+    if kind not in REFINEMENTS:
         raise ConfigError(
-            f"{name}={value!r} is not possible: kind is one of {', '.join(_REFINEMENTS)}, none"
+            f"{name}={value!r} is not possible: kind is one of {', '.join(REFINEMENTS)}, none"
         )
-    return _decode(_REFINEMENTS[kind], rest, f"{name}.")
+    return _decode(REFINEMENTS[kind], rest, f"{name}.")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -311,3 +270,5 @@ _PRESETS: dict[str, Callable[[], Config]] = {
     "paper": _paper,
     "dense": lambda: Config(mode="dense"),
 }
+
+__all__ = ["Config", "SelectorConfig", "SoftNMS", "Span", "TriggerConfig"]

@@ -1,4 +1,4 @@
-"""The Selector's equations as properties (spec section 1), against the brute force of `tests.brute`."""
+"""The Selector's equations as properties, against the brute force of `tests.brute`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def all_equal_up_to_rounding(z: np.ndarray, got: list[int], want: list[int], tol
 
 
 @given(seeds, heads, st.integers(1, 3), st.integers(1, 5), sizes)
-def test_probabilities_are_the_group_mean_of_softmaxes(seed: int, hkv: int, g: int, w: int, n: int) -> None:
+def test_probabilities_are_the_group_mean_of_softmaxes(
+    seed: int, hkv: int, g: int, w: int, n: int
+) -> None:
     logits = 4 * torch.randn(hkv, g, w, n, generator=torch.Generator().manual_seed(seed))
     got = S.allowed_probabilities(logits)
     for h in range(hkv):
@@ -78,21 +80,29 @@ def test_probabilities_give_no_mass_to_what_a_query_may_not_see() -> None:
 
 
 @given(seeds, heads, st.integers(1, 5), sizes, st.sampled_from([0.25, 0.5, 1.0, 2.0]))
-def test_evidence_is_the_normalised_power_mean(seed: int, hkv: int, w: int, n: int, alpha: float) -> None:
+def test_evidence_is_the_normalised_power_mean(
+    seed: int, hkv: int, w: int, n: int, alpha: float
+) -> None:
     p = distribution(seed, hkv, w, n)
     got = S.power_mean(p.float(), alpha)
     for h in range(hkv):
-        np.testing.assert_allclose(got[h].numpy(), brute.evidence(p[h].numpy(), alpha), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            got[h].numpy(), brute.evidence(p[h].numpy(), alpha), rtol=1e-4, atol=1e-6
+        )
 
 
 @given(seeds, heads, sizes, st.sampled_from([0.25, 0.5, 1.0, 2.0]))
-def test_evidence_of_one_query_is_its_distribution(seed: int, hkv: int, n: int, alpha: float) -> None:
+def test_evidence_of_one_query_is_its_distribution(
+    seed: int, hkv: int, n: int, alpha: float
+) -> None:
     p = distribution(seed, hkv, 1, n).float()
     torch.testing.assert_close(S.power_mean(p, alpha), p[:, 0], rtol=1e-6, atol=1e-8)
 
 
 @given(seeds, heads, st.integers(2, 5), sizes)
-def test_evidence_does_not_depend_on_the_order_of_queries(seed: int, hkv: int, w: int, n: int) -> None:
+def test_evidence_does_not_depend_on_the_order_of_queries(
+    seed: int, hkv: int, w: int, n: int
+) -> None:
     p = distribution(seed, hkv, w, n).float()
     torch.testing.assert_close(S.power_mean(p.flip(1), 0.5), S.power_mean(p, 0.5))
 
@@ -100,7 +110,8 @@ def test_evidence_does_not_depend_on_the_order_of_queries(seed: int, hkv: int, w
 def test_a_low_alpha_prefers_what_many_queries_agree_on() -> None:
     p = torch.tensor([[[0.9, 0.1, 0.0], [0.0, 0.1, 0.9]]])
     shared = [float(S.power_mean(p, alpha)[0, 1]) for alpha in (0.25, 0.5, 1.0, 2.0)]
-    assert shared == sorted(shared, reverse=True) and shared[0] > shared[-1] + 0.1
+    assert shared == sorted(shared, reverse=True)
+    assert shared[0] > shared[-1] + 0.1
 
 
 # ---- step 3: prior
@@ -128,7 +139,8 @@ def test_key_norm_prior_is_a_power_of_the_norm(seed: int, n: int, gamma: float) 
 
 def test_key_norm_prior_prefers_small_keys_and_bears_a_zero_key() -> None:
     got = S.key_norm_prior(torch.tensor([[0.0, 1.0, 4.0]]), 0.5, 1e-8)[0]
-    assert bool(torch.isfinite(got).all()) and got[0] > got[1] > got[2] > 0
+    assert bool(torch.isfinite(got).all())
+    assert got[0] > got[1] > got[2] > 0
     assert float(got[1] / got[2]) == pytest.approx(2.0, rel=1e-4)
 
 
@@ -148,7 +160,8 @@ def test_f_r_and_s_are_distributions(seed: int, hkv: int, w: int, n: int) -> Non
     r = S.prior(key_norms(seed, hkv, n), PAPER)
     s = S.fuse(f, r, S.mixing_weight(f, r, 0.02))
     for x in (f, r, s):
-        assert x.shape == (hkv, n) and bool((x >= 0).all())
+        assert x.shape == (hkv, n)
+        assert bool((x >= 0).all())
         torch.testing.assert_close(x.sum(-1), torch.ones(hkv), rtol=1e-5, atol=1e-5)
 
 
@@ -165,8 +178,12 @@ def test_fusion_is_not_the_geometric_mean_that_forward_kl_would_give() -> None:
     geometric = f ** (1 - lam) * r**lam
     geometric = geometric / geometric.sum()
     grid = torch.linspace(1e-4, 1 - 1e-4, 20001).double()
-    forward = [(1 - lam) * kl(s, f) + lam * kl(s, r) for s in torch.stack([grid, 1 - grid], 1)[::50]]
-    assert float(grid[::50][int(np.argmin(forward))]) == pytest.approx(float(geometric[0]), abs=3e-3)
+    forward = [
+        (1 - lam) * kl(s, f) + lam * kl(s, r) for s in torch.stack([grid, 1 - grid], 1)[::50]
+    ]
+    assert float(grid[::50][int(np.argmin(forward))]) == pytest.approx(
+        float(geometric[0]), abs=3e-3
+    )
     assert abs(float(S.fuse(f[None], r[None], lam)[0, 0] - geometric[0])) > 0.04
 
 
@@ -186,7 +203,9 @@ def test_fusion_minimises_the_reverse_kl_objective(seed: int, n: int, lam: float
 
 
 @given(seeds, st.integers(2, 12), st.floats(0.01, 0.99))
-def test_fusion_is_where_gradient_descent_on_the_objective_ends(seed: int, n: int, lam: float) -> None:
+def test_fusion_is_where_gradient_descent_on_the_objective_ends(
+    seed: int, n: int, lam: float
+) -> None:
     f, r = distribution(seed, n, sharp=1.0), distribution(seed + 7, n, sharp=1.0)
     logits = torch.zeros(n, dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.LBFGS([logits], max_iter=300, tolerance_grad=1e-12, tolerance_change=0)
@@ -231,7 +250,8 @@ def test_lambda_is_per_head_and_zero_where_f_is_flatter_than_the_prior() -> None
 def test_lambda_is_finite_where_evidence_equals_prior() -> None:
     f = torch.tensor([[0.2, 0.3, 0.5]])
     lam = S.mixing_weight(f, f.clone(), 0.02)
-    assert bool(torch.isfinite(lam).all()) and 0 <= float(lam) <= 0.02
+    assert bool(torch.isfinite(lam).all())
+    assert 0 <= float(lam) <= 0.02
 
 
 @given(seeds, st.integers(3, 30))
@@ -239,7 +259,8 @@ def test_one_source_alone_can_keep_a_position(seed: int, n: int) -> None:
     f, r = torch.zeros(1, n), torch.full((1, n), 1.0 / n)
     f[0, seed % n] = 1.0
     s = S.fuse(f, r, 0.02)[0]
-    assert bool((s > 0).all()) and int(s.argmax()) == seed % n
+    assert bool((s > 0).all())
+    assert int(s.argmax()) == seed % n
 
 
 # ---- step 6: refinement
@@ -263,11 +284,15 @@ def test_soft_nms_never_raises_a_score_and_spares_local_maxima(seed: int, n: int
 
 
 @given(seeds, heads, sizes, st.integers(0, 9), st.integers(0, 45))
-def test_span_spreads_each_score_back_and_ahead(seed: int, hkv: int, n: int, back: int, ahead: int) -> None:
+def test_span_spreads_each_score_back_and_ahead(
+    seed: int, hkv: int, n: int, back: int, ahead: int
+) -> None:
     z = distribution(seed, hkv, n).log().float()
     got = S.spread(z, Span(back=back, ahead=ahead))
     for h in range(hkv):
-        np.testing.assert_array_equal(got[h].double().numpy(), brute.spread(z[h].double().numpy(), back, ahead))
+        np.testing.assert_array_equal(
+            got[h].double().numpy(), brute.spread(z[h].double().numpy(), back, ahead)
+        )
 
 
 def test_span_leans_forward_in_the_text() -> None:
@@ -281,13 +306,16 @@ def test_span_leans_forward_in_the_text() -> None:
 def test_cross_head_equals_brute_force(seed: int, hkv: int, n: int, temperature: float) -> None:
     z = distribution(seed, hkv, n).log()
     got = S.cross_head(z, 0.35, temperature, 1e-8)
-    np.testing.assert_allclose(got.numpy(), brute.cross_head(z.numpy(), 0.35, temperature, 1e-8), atol=1e-9)
+    np.testing.assert_allclose(
+        got.numpy(), brute.cross_head(z.numpy(), 0.35, temperature, 1e-8), atol=1e-9
+    )
 
 
 def test_cross_head_floor_keeps_the_loser_finite() -> None:
     z = torch.tensor([[0.0], [-1000.0]])
     got = S.cross_head(z, 1.0, 1.0, 1e-8)
-    assert float(got[0, 0]) == pytest.approx(0.0) and float(got[1, 0]) == pytest.approx(-1000 + math.log(1e-8))
+    assert float(got[0, 0]) == pytest.approx(0.0)
+    assert float(got[1, 0]) == pytest.approx(-1000 + math.log(1e-8))
 
 
 # ---- step 7: top-K
@@ -300,8 +328,15 @@ def test_ties_go_to_the_lower_index(values: list[int], k: int) -> None:
     assert got == sorted(sorted(range(len(values)), key=lambda j: (-values[j], j))[:k])
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 3), st.integers(0, 6))
-def test_ties_that_spreading_makes_go_to_the_lower_index(values: list[int], k: int, back: int, ahead: int) -> None:
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 50),
+    st.integers(0, 3),
+    st.integers(0, 6),
+)
+def test_ties_that_spreading_makes_go_to_the_lower_index(
+    values: list[int], k: int, back: int, ahead: int
+) -> None:
     f = torch.tensor([values], dtype=torch.float32) / 4
     config = SelectorConfig(refine=Span(back=back, ahead=ahead))
     wide = brute.spread(np.array(values, dtype=np.float64), back, ahead)
@@ -319,7 +354,8 @@ def test_selection_is_sorted_unique_within_j_and_the_budget(
     for h, row in enumerate(chosen(indices, counts)):
         assert len(row) == min(k, n)
         assert row == sorted(set(row))
-        assert offset <= row[0] and row[-1] < offset + n  # never in the sink, nor in the recent window behind J
+        assert offset <= row[0]
+        assert row[-1] < offset + n
         assert bool((indices[h, len(row) :] == -1).all())
 
 
@@ -336,7 +372,9 @@ def test_selection_equals_brute_force(name: str, seed: int, hkv: int, n: int, k:
 
 @pytest.mark.parametrize("name", SELECTORS)
 @given(seed=seeds, hkv=st.integers(2, 4), n=sizes, k=st.integers(1, 45))
-def test_permuting_kv_heads_permutes_the_selection(name: str, seed: int, hkv: int, n: int, k: int) -> None:
+def test_permuting_kv_heads_permutes_the_selection(
+    name: str, seed: int, hkv: int, n: int, k: int
+) -> None:
     f, norms = distribution(seed, hkv, n).float(), key_norms(seed, hkv, n)
     order = torch.randperm(hkv, generator=torch.Generator().manual_seed(seed))
     straight = chosen(*S.select(f, norms, SELECTORS[name], k, 0))
@@ -352,11 +390,17 @@ def test_positions_that_do_not_exist_are_never_selected(
     valid = torch.tensor([j not in holes for j in range(n)])
     f, norms = distribution(seed, 2, n).float() * valid, key_norms(seed, 2, n)
     for row in chosen(*S.select(f, norms, SELECTORS[name], k, 0, valid)):
-        assert len(row) == min(k, int(valid.sum())) and not set(row) & holes
+        assert len(row) == min(k, int(valid.sum()))
+        assert not set(row) & holes
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-@given(seed=seeds, n=st.integers(4, 40), k=st.integers(1, 20), holes=st.sets(st.integers(1, 38), min_size=1))
+@given(
+    seed=seeds,
+    n=st.integers(4, 40),
+    k=st.integers(1, 20),
+    holes=st.sets(st.integers(1, 38), min_size=1),
+)
 def test_padding_between_two_turns_does_not_change_what_is_selected(
     name: str, seed: int, n: int, k: int, holes: set[int]
 ) -> None:
@@ -372,12 +416,15 @@ def test_padding_between_two_turns_does_not_change_what_is_selected(
 @given(seeds, sizes)
 def test_more_than_there_is_selects_everything(seed: int, n: int) -> None:
     f = distribution(seed, 2, n).float()
-    assert chosen(*S.select(f, key_norms(seed, 2, n), PAPER, 10_000, 3)) == [list(range(3, n + 3))] * 2
+    assert (
+        chosen(*S.select(f, key_norms(seed, 2, n), PAPER, 10_000, 3)) == [list(range(3, n + 3))] * 2
+    )
 
 
 def test_nothing_allowed_selects_nothing() -> None:
     indices, counts = S.select(torch.zeros(2, 0), torch.zeros(2, 0), PAPER, 5, 4)
-    assert indices.numel() == 0 and counts.tolist() == [0, 0]
+    assert indices.numel() == 0
+    assert counts.tolist() == [0, 0]
 
 
 def test_no_evidence_still_selects_in_order() -> None:
@@ -385,8 +432,12 @@ def test_no_evidence_still_selects_in_order() -> None:
 
 
 @given(seeds, st.integers(2, 40), st.integers(1, 20))
-def test_the_same_evidence_gives_the_same_selection_beside_other_heads(seed: int, n: int, k: int) -> None:
+def test_the_same_evidence_gives_the_same_selection_beside_other_heads(
+    seed: int, n: int, k: int
+) -> None:
     f = distribution(seed, 3, n).float()
     together = chosen(*S.select(f, None, Config.preset("default").selector, k, 0))
     for h in range(3):
-        assert chosen(*S.select(f[h : h + 1], None, Config.preset("default").selector, k, 0)) == [together[h]]
+        assert chosen(*S.select(f[h : h + 1], None, Config.preset("default").selector, k, 0)) == [
+            together[h]
+        ]

@@ -1,4 +1,4 @@
-"""Configurations: impossible values and unknown keys raise, presets say what the spec says, dicts round-trip."""
+"""Impossible values and unknown keys raise, presets say what the spec says, dicts round-trip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ def test_the_paper_preset_has_the_papers_constants() -> None:
     assert (c.sink, c.recent, c.k) == (4, 256, 2048)
     assert (c.triggers.boundary, c.triggers.t_max, c.triggers.uncertainty) == (True, 64, None)
     s = c.selector
-    assert (s.tail_queries, s.lambda_clip, s.alpha_cross, s.beta, s.p, s.eta, s.eps) == (16, 0.02, 0.35, 1, 1, 2, 1e-8)
+    assert (s.tail_queries, s.lambda_clip, s.alpha_cross, s.beta, s.p, s.eta, s.eps) == (
+        16,
+        0.02,
+        0.35,
+        1,
+        1,
+        2,
+        1e-8,
+    )
     assert (s.alpha, s.gamma, s.temperature) == (0.5, 0.5, 1.0)
     assert s.refine == SoftNMS(alpha=0.5, neighbourhood=5)
 
@@ -38,7 +46,7 @@ def test_the_dense_preset_is_dense() -> None:
 
 @pytest.mark.parametrize("name", ["", "Default", "fast", "papers"])
 def test_an_unknown_preset_raises_and_names_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match="default.*paper.*dense"):
+    with pytest.raises(ConfigError, match=r"default.*paper.*dense"):
         Config.preset(name)
 
 
@@ -167,7 +175,7 @@ def test_impossible_refinements_raise(make: Any) -> None:
 
 
 def test_config_errors_are_value_errors_of_reread() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="k=0"):
         Config(k=0)
     with pytest.raises(RereadError):
         Config(k=0)
@@ -193,7 +201,9 @@ def test_updated_finds_a_key_by_path_or_by_unique_name_in_any_case(key: str) -> 
     before = Config()
     after = before.updated({key: 7})
     assert after.triggers.t_max == 7
-    assert after == dataclasses.replace(before, triggers=dataclasses.replace(before.triggers, t_max=7))
+    assert after == dataclasses.replace(
+        before, triggers=dataclasses.replace(before.triggers, t_max=7)
+    )
     assert before.triggers.t_max != 7
 
 

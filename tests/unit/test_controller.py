@@ -1,4 +1,4 @@
-"""The Controller: which rows are slow, fast or full, from the spec's sentence about the trigger alone."""
+"""Which rows are slow, fast or full, from the spec's sentence about the trigger alone."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def run(c: Controller, tokens: list[int], keys: int = 100) -> list[StepKind]:
 
 
 def expected(tokens: list[int], t_max: int | None, boundary: bool) -> list[StepKind]:
-    """Equation 5, literally: slow at the first step, after a token of the set, or T_max steps after the last slow."""
+    """Equation 5: slow at first, after a token of the set, or T_max steps after the last slow."""
     kinds: list[StepKind] = []
     for i, token in enumerate(tokens):
         last = max((j for j, kind in enumerate(kinds) if kind is SLOW), default=None)
-        slow = last is None or (boundary and token == DOT) or (t_max is not None and i - last >= t_max)
+        slow = (
+            last is None or (boundary and token == DOT) or (t_max is not None and i - last >= t_max)
+        )
         kinds.append(SLOW if slow else FAST)
     return kinds
 
@@ -59,10 +61,19 @@ def test_the_step_after_a_sentence_end_is_slow() -> None:
 
 
 def test_a_boundary_table_is_ignored_where_the_trigger_is_off() -> None:
-    assert run(Controller(config(boundary=False), BOUNDARY, 1), [DOT] * 4) == [SLOW, FAST, FAST, FAST]
+    assert run(Controller(config(boundary=False), BOUNDARY, 1), [DOT] * 4) == [
+        SLOW,
+        FAST,
+        FAST,
+        FAST,
+    ]
 
 
-@given(st.lists(st.sampled_from([WORD, DOT]), max_size=60), st.none() | st.integers(1, 9), st.booleans())
+@given(
+    st.lists(st.sampled_from([WORD, DOT]), max_size=60),
+    st.none() | st.integers(1, 9),
+    st.booleans(),
+)
 def test_the_schedule_is_equation_5(tokens: list[int], t_max: int | None, boundary: bool) -> None:
     c = Controller(config(t_max=t_max, boundary=boundary), BOUNDARY, 1)
     assert run(c, tokens) == expected(tokens, t_max, boundary)
@@ -71,7 +82,10 @@ def test_the_schedule_is_equation_5(tokens: list[int], t_max: int | None, bounda
 @given(st.integers(1, 4), st.integers(1, 9), st.data())
 def test_rows_are_planned_each_on_its_own(rows: int, t_max: int, data: st.DataObject) -> None:
     length = data.draw(st.integers(0, 30))
-    texts = [data.draw(st.lists(st.sampled_from([WORD, DOT]), min_size=length, max_size=length)) for _ in range(rows)]
+    texts = [
+        data.draw(st.lists(st.sampled_from([WORD, DOT]), min_size=length, max_size=length))
+        for _ in range(rows)
+    ]
     c = Controller(config(t_max=t_max, boundary=True), BOUNDARY, rows)
     together = [
         c.plan([text[i] for text in texts], [100 + i] * rows, [i > 0] * rows) for i in range(length)
@@ -107,7 +121,11 @@ def test_below_the_budget_is_decided_per_row() -> None:
 
 
 def test_the_sparse_path_can_be_forced_below_the_budget() -> None:
-    assert run(Controller(config(dense_below_budget=False), None, 1), [WORD] * 3, keys=3) == [SLOW, FAST, FAST]
+    assert run(Controller(config(dense_below_budget=False), None, 1), [WORD] * 3, keys=3) == [
+        SLOW,
+        FAST,
+        FAST,
+    ]
 
 
 def test_dense_mode_is_full_everywhere() -> None:

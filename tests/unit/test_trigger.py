@@ -24,8 +24,34 @@ ENDS = {
     "greek question mark": ["\u037e"],
     "ellipsis": ["…"],
     "double marks": ["‼", "⁇", "⁈", "⁉"],
-    "lines": ["\n", "\n\n", "\r\n", "\r", "  \n", "\n    ", "x\n", ";\n", "\u2028", "\u2029", "\u0085", "},\n"],
-    "closers behind the mark": ['."', ".'", ".)", "?”", "!’", ".»", "。」", "！』", "?]", '." ', ". ", ".\u00a0"],
+    "lines": [
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\r",
+        "  \n",
+        "\n    ",
+        "x\n",
+        ";\n",
+        "\u2028",
+        "\u2029",
+        "\u0085",
+        "},\n",
+    ],
+    "closers behind the mark": [
+        '."',
+        ".'",
+        ".)",
+        "?”",
+        "!’",
+        ".»",
+        "。」",
+        "！』",
+        "?]",
+        '." ',
+        ". ",
+        ".\u00a0",
+    ],
 }
 NO_ENDS = {
     "words": ["word", " word", "The", "a", "字", "كلمة"],
@@ -38,7 +64,9 @@ NO_ENDS = {
 
 
 def cases(table: dict[str, list[str]]) -> list[object]:
-    return [pytest.param(text, id=f"{name}-{text!r}") for name, texts in table.items() for text in texts]
+    return [
+        pytest.param(text, id=f"{name}-{text!r}") for name, texts in table.items() for text in texts
+    ]
 
 
 @pytest.mark.parametrize("text", cases(ENDS))
@@ -84,12 +112,16 @@ def test_entropy_of_a_sure_output_is_zero() -> None:
 
 
 def test_entropy_takes_minus_infinity_as_probability_zero() -> None:
-    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [0.0, -math.inf, -math.inf, -math.inf]])
+    logits = torch.tensor(
+        [[0.0, 0.0, -math.inf, -math.inf], [0.0, -math.inf, -math.inf, -math.inf]]
+    )
     assert entropy(logits).tolist() == pytest.approx([math.log(2), 0.0], abs=1e-6)
 
 
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=30), st.floats(-50, 50))
-def test_entropy_is_minus_sum_p_log_p_and_ignores_a_shift(values: list[float], shift: float) -> None:
+def test_entropy_is_minus_sum_p_log_p_and_ignores_a_shift(
+    values: list[float], shift: float
+) -> None:
     e = [math.exp(v - max(values)) for v in values]
     want = -sum(x / sum(e) * math.log(x / sum(e)) for x in e)
     logits = torch.tensor([values])

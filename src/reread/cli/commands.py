@@ -67,8 +67,9 @@ def compare(options: Options) -> None:
 
 def demo(options: Options) -> None:
     """Compare on a long text that comes with Python; --prompt asks another question about it."""
-    from .demo import long_prompt
+    from .demo import announcement, long_prompt
 
+    report.make_console().print(announcement(options))
     _compare(options, lambda loaded: long_prompt(loaded, options))
 
 

@@ -9,9 +9,18 @@ from .options import Options, read_text
 if TYPE_CHECKING:
     from ..integrations.hf.load import Loaded
 
-TOPIC = "debugger"
-QUESTION = "According to the text above, what is pdb and how is it used?"
+TOPIC = "string-methods"
+QUESTION = (
+    "What do the string methods split, strip and zfill do, according to the text above?"
+    " Explain each one."
+)
 TEXT_TOKENS = 6000
+
+
+def announcement(options: Options) -> str:
+    """What the demo is about to do, in two lines."""
+    text = options.prompt_file or "the string methods in Python's library reference"
+    return f"Text: {text}\nQuestion: {options.prompt or QUESTION}"
 
 
 def long_prompt(loaded: Loaded, options: Options) -> str:
@@ -28,7 +37,7 @@ def long_prompt(loaded: Loaded, options: Options) -> str:
 
 
 def documentation() -> str:
-    """Chapters of the Python language reference, as `help()` shows them."""
+    """A chapter of the Python library reference, as `help()` shows it."""
     from pydoc_data.topics import topics
 
     return topics[TOPIC]

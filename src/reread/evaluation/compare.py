@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import Config
 from ..errors import InputError
 from ..generate import generate
-from ..integrations.hf.load import Loaded
+from ..integrations.hf.load import Loaded, quiet
 from ..integrations.hf.prompt import TokenStream, check_length, decode
 from ..stats import Stats
 from .provenance import provenance
@@ -150,18 +150,19 @@ def run_arm(
     """
     stream = TokenStream(loaded.tokenizer, on_text=on_text, on_token=on_token)
     try:
-        output = generate(
-            loaded.model,
-            input_ids,
-            torch.ones_like(input_ids),
-            config=config,
-            max_new_tokens=max_new_tokens,
-            tokenizer=loaded.tokenizer,
-            prefill_chunk=PREFILL_CHUNK,
-            progress=progress,
-            streamer=stream,
-            **{"do_sample": False, **options},
-        )
+        with quiet():
+            output = generate(
+                loaded.model,
+                input_ids,
+                torch.ones_like(input_ids),
+                config=config,
+                max_new_tokens=max_new_tokens,
+                tokenizer=loaded.tokenizer,
+                prefill_chunk=PREFILL_CHUNK,
+                progress=progress,
+                streamer=stream,
+                **{"do_sample": False, **options},
+            )
     except KeyboardInterrupt:
         stream.end()
         raise

@@ -108,8 +108,8 @@ def measure(
         raise InputError(
             f"the reference covers {tuple(reference.shape[:2])}, the text is {tuple(ids.shape)}"
         )
-    agree = torch.zeros(ids.shape[0])
-    kl = torch.zeros(ids.shape[0])
+    agree = torch.zeros(ids.shape[0], device=ids.device)
+    kl = torch.zeros(ids.shape[0], device=ids.device)
 
     def compare(step: int, logits: Tensor) -> None:
         dense = reference[:, step]

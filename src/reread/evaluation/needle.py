@@ -1,4 +1,4 @@
-"""Retrieval cases for the needle checkpoint: what was said once, far back, and is asked for at the end.
+"""Retrieval on the needle checkpoint: what was said once, far back, and is asked for at the end.
 
 A text is made of sentences of 16 words. Most are filler, some are records with a key of two words:
 
@@ -6,15 +6,17 @@ A text is made of sentences of 16 words. Most are filler, some are records with 
     The link of WORD WORD is WORD WORD ; … .
     Note WORD WORD : eleven words .
 
-The question repeats a key. "code" wants the four numbers, "note" quotes ten words, "chain" follows three links.
+A question repeats a key. "code" wants the four numbers, "note" quotes ten words, "chain" follows
+three links.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,26 +26,18 @@ from transformers import DynamicCache
 from ..config import Config
 from ..errors import InputError
 from ..integrations.hf.attach import attach
-from ..stats import Stats
 
 Kind = Literal["code", "note", "chain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SENTENCE = 16
+SHORTEST = 32 * SENTENCE
 RECORD_SHARE = 0.2
 HOPS = 3
 QUOTED = 10
 FRAME_WORDS = frozenset({"code", "link", "note", "chain"})
+PREFILL_CHUNK = 1024
 
 Words = list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Prompt and answer as words split by one space; the prompt carries its own <bos>."""
-
-    kind: Kind
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokens: Iterable[str]) -> Vocabulary:
-        """From a word-level vocabulary: lower-case words of four letters and numbers of two digits."""
+        """Of a vocabulary of words, those of four lower-case letters and numbers of two digits."""
         known = sorted(tokens)
         return cls(
             [t for t in known if re.fullmatch("[a-z]{4}", t) and t not in FRAME_WORDS],
@@ -63,8 +57,24 @@ class Vocabulary:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is appended to a text, and the words that a right answer begins with."""
+
+    words: Words
+    answer: Words
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text with its own <bos>, and questions about it."""
+
+    words: Words
+    questions: dict[Kind, list[Question]]
+
+
 class _Writer:
-    """Draws words, and writes one text around one question."""
+    """Draws the words of one text."""
 
     def __init__(self, vocabulary: Vocabulary, rng: random.Random) -> None:
         self.vocabulary = vocabulary
@@ -73,39 +83,11 @@ class _Writer:
     def words(self, count: int) -> Words:
         return self.rng.choices(self.vocabulary.words, k=count)
 
-    def closed(self, start: Words) -> Words:
-        """`start`, filled up to a whole sentence."""
+    def sentence(self, start: Words) -> Words:
+        """`start`, filled up with words that mean nothing."""
         return [*start, *self.words(SENTENCE - 1 - len(start)), "."]
 
-    def case(self, kind: Kind, tokens: int) -> Case:
-        sentences = [self.closed([]) for _ in range(tokens // SENTENCE - 1)]
-        places = self.rng.sample(range(len(sentences)), max(HOPS + 1, round(RECORD_SHARE * len(sentences))))
-        # every kind of record occurs in every text, and links enough for a chain
-        of_kind = {"code": places[0::3], "link": places[1::3], "note": places[2::3]}
-        keys = dict(zip(places, self._keys(len(places)), strict=True))
-        codes = {i: self.rng.choices(self.vocabulary.numbers, k=4) for i in of_kind["code"]}
-        notes = {i: self.words(11) for i in of_kind["note"]}
-        after = {i: self.rng.choice(of_kind["link"]) for i in of_kind["link"]}
-        for i, numbers in codes.items():
-            sentences[i] = self.closed(["The", "code", "of", *keys[i], "is", *numbers, ";"])
-        for i, target in after.items():
-            sentences[i] = self.closed(["The", "link", "of", *keys[i], "is", *keys[target], ";"])
-        for i, quote in notes.items():
-            sentences[i] = self.closed(["Note", *keys[i], ":", *quote])
-        text = ["<bos>", *(word for sentence in sentences for word in sentence)]
-        asked = self.rng.choice(of_kind["link" if kind == "chain" else kind])
-        if kind == "code":
-            return _case(kind, text, ["?", "code", "of", *keys[asked], ":"], [*codes[asked], "."])
-        if kind == "note":
-            return _case(kind, text, ["?", "note", *keys[asked], ":"], notes[asked][:QUOTED])
-        answer: Words = []
-        at = asked
-        for _ in range(HOPS):
-            at = after[at]
-            answer += [*keys[at], "."]
-        return _case(kind, text, ["?", "chain", "of", *keys[asked], ":"], answer)
-
-    def _keys(self, count: int) -> list[Words]:
+    def keys(self, count: int) -> list[Words]:
         """Keys of two words, no two alike."""
         found: dict[tuple[str, str], None] = {}
         while len(found) < count:
@@ -113,26 +95,64 @@ class _Writer:
             found[first, second] = None
         return [list(key) for key in found]
 
+    def text(self, tokens: int, questions: int) -> Text:
+        sentences = [self.sentence([]) for _ in range(tokens // SENTENCE - 1)]
+        places = self.rng.sample(range(len(sentences)), round(RECORD_SHARE * len(sentences)))
+        keys = dict(zip(places, self.keys(len(places)), strict=True))
+        # every third record is of one kind, so that no text lacks one
+        codes = {i: self.rng.choices(self.vocabulary.numbers, k=4) for i in places[0::3]}
+        notes = {i: self.words(11) for i in places[1::3]}
+        links = {i: self.rng.choice(places[2::3]) for i in places[2::3]}
+        for i, numbers in codes.items():
+            sentences[i] = self.sentence(["The", "code", "of", *keys[i], "is", *numbers, ";"])
+        for i, quote in notes.items():
+            sentences[i] = self.sentence(["Note", *keys[i], ":", *quote])
+        for i, target in links.items():
+            sentences[i] = self.sentence(["The", "link", "of", *keys[i], "is", *keys[target], ";"])
 
-def _case(kind: Kind, text: Words, question: Words, answer: Words) -> Case:
-    return Case(kind, " ".join(text + question), " ".join(answer))
+        def asked(records: Iterable[int]) -> list[int]:
+            return self.rng.sample(list(records), questions)
+
+        return Text(
+            ["<bos>", *(word for sentence in sentences for word in sentence)],
+            {
+                "code": [
+                    Question(["?", "code", "of", *keys[i], ":"], [*codes[i], "."])
+                    for i in asked(codes)
+                ],
+                "note": [
+                    Question(["?", "note", *keys[i], ":"], notes[i][:QUOTED]) for i in asked(notes)
+                ],
+                "chain": [
+                    Question(["?", "chain", "of", *keys[i], ":"], _follow(i, links, keys))
+                    for i in asked(links)
+                ],
+            },
+        )
 
 
-def make_cases(vocabulary: Vocabulary, kind: Kind, *, tokens: int, count: int, seed: int) -> list[Case]:
-    """Cases of one kind, all with prompts of the same length.
+def _follow(start: int, links: Mapping[int, int], keys: Mapping[int, Words]) -> Words:
+    """The keys that a chain of links passes through, each closed by a full stop."""
+    at, answer = start, []
+    for _ in range(HOPS):
+        at = links[at]
+        answer += [*keys[at], "."]
+    return answer
 
-    Args:
-        tokens: about how many words each prompt has; at least 32 sentences.
+
+def make_texts(
+    vocabulary: Vocabulary, *, tokens: int, count: int, questions: int, seed: int
+) -> list[Text]:
+    """Texts of about `tokens` words, each with `questions` questions of every kind.
 
     Raises:
-        InputError: an unknown kind, or a text too short for its records.
+        InputError: too short for its records, or for so many questions.
     """
-    if kind not in KINDS:
-        raise InputError(f"kind={kind!r} is unknown: one of {', '.join(KINDS)}")
-    if tokens < 32 * SENTENCE:
-        raise InputError(f"tokens={tokens} is too short: at least {32 * SENTENCE}")
-    rng = random.Random(f"{kind} {tokens} {seed}")
-    return [_Writer(vocabulary, rng).case(kind, tokens) for _ in range(count)]
+    records = round(RECORD_SHARE * (tokens // SENTENCE - 1))
+    if tokens < SHORTEST or questions > records // len(KINDS):
+        raise InputError(f"tokens={tokens} is too short for {questions} questions of a kind")
+    rng = random.Random(f"{tokens} {seed}")
+    return [_Writer(vocabulary, rng).text(tokens, questions) for _ in range(count)]
 
 
 def share_right(answer: Sequence[str], given: Sequence[str]) -> float:
@@ -140,51 +160,71 @@ def share_right(answer: Sequence[str], given: Sequence[str]) -> float:
     return sum(a == b for a, b in zip(answer, given, strict=False)) / len(answer)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
-    """One kind under one config: mean share of answer words right, each case's share, and what the run cost."""
+    """One kind of question under one config.
 
-    accuracy: float
-    shares: list[float]
-    stats: Stats
+    Attributes:
+        shares: share of answer words right, per case; accuracy: their mean.
+        slow_steps, fast_steps, full_steps: of all cases together.
+    """
+
+    shares: list[float] = field(default_factory=list)
+    slow_steps: int = 0
+    fast_steps: int = 0
+    full_steps: int = 0
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.shares) / len(self.shares)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Any, tokenizer: Any, cases: Sequence[Case], configs: Mapping[str, Config], *, prefill_chunk: int = 512
-) -> dict[str, Result]:
-    """Greedy answers of one batch of equally long prompts, under each config, after one shared prefill.
-
-    Raises:
-        InputError: prompts of different lengths.
-    """
-    prompts = [tokenizer(case.prompt, add_special_tokens=False)["input_ids"] for case in cases]
-    if len({len(prompt) for prompt in prompts}) != 1:
-        raise InputError(f"prompts must be equally long, got {sorted({len(p) for p in prompts})} tokens")
-    ids = torch.tensor(prompts, device=model.device)
-    new = max(len(case.answer.split()) for case in cases)
-    cache = _prefill(model, ids[:, :-1], prefill_chunk)
-    results = {}
+    model: Any, tokenizer: Any, texts: Sequence[Text], configs: Mapping[str, Config]
+) -> dict[str, dict[Kind, Result]]:
+    """Greedy answers to every question, by config and kind; texts are read once, as one batch."""
+    base = _ids(model, tokenizer, [text.words for text in texts])
+    given = inspect.signature(model.forward).parameters
+    keyword = "cache" if "cache" in given else "past_key_values"  # "cache" since transformers 5.24
+    cache = DynamicCache(config=model.config)
+    for piece in torch.split(base, PREFILL_CHUNK, dim=1):
+        model(piece, use_cache=True, logits_to_keep=1, **{keyword: cache})
+    results: dict[str, dict[Kind, Result]] = {}
     for name, config in configs.items():
         with attach(model, config, tokenizer=tokenizer) as session:
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-            )
-        cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
-        given = [tokenizer.convert_ids_to_tokens(row) for row in out[:, ids.shape[1] :].tolist()]
-        shares = [share_right(case.answer.split(), words) for case, words in zip(cases, given, strict=True)]
-        results[name] = Result(sum(shares) / len(shares), shares, session.stats)
+            for kind in KINDS:
+                result = results.setdefault(name, {})[kind] = Result()
+                for asked in zip(*(text.questions[kind] for text in texts), strict=True):
+                    question = _ids(model, tokenizer, [q.words for q in asked])
+                    tokens = _greedy(
+                        model,
+                        torch.cat([base, question], 1),
+                        len(asked[0].answer),
+                        {keyword: cache},
+                    )
+                    cache.crop(base.shape[1] - cache.get_seq_length())
+                    for q, row in zip(asked, tokens, strict=True):
+                        words = tokenizer.convert_ids_to_tokens(row)
+                        result.shares.append(share_right(q.answer, words))
+                    result.slow_steps += sum(session.stats.slow_steps)
+                    result.fast_steps += sum(session.stats.fast_steps)
+                    result.full_steps += sum(session.stats.full_steps)
     return results
 
 
-def _prefill(model: Any, ids: Tensor, chunk: int) -> DynamicCache:
-    """A cache that holds `ids`, so that every config starts from the same keys."""
-    cache = DynamicCache(config=model.config)
-    for piece in ids.split(chunk, dim=1):
-        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
+def _greedy(model: Any, ids: Tensor, new: int, cache: dict[str, DynamicCache]) -> list[list[int]]:
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        **cache,
+    )
+    tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+def _ids(model: Any, tokenizer: Any, rows: Sequence[Words]) -> Tensor:
+    return torch.tensor([tokenizer.convert_tokens_to_ids(row) for row in rows], device=model.device)

@@ -79,10 +79,10 @@ def _attention_over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]
 def _original(module: nn.Module, name: str) -> Callable[..., Any]:
     # "eager" is not in the registry: each modeling file has its own
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function: Callable[..., Any] | None
-    function = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get(name)
-    if function is None:
+    found = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get(name)
+    if found is None:
         raise UnsupportedError(
-            f"{type(module).__name__} has no {name!r} attention: load it with 'sdpa'"
+            f"{type(module).__name__} has no {name!r} attention: load the model with 'sdpa'"
         )
+    function: Callable[..., Any] = found
     return function

@@ -213,17 +213,22 @@ def resolve_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
+    """`quiet`, and nothing on stderr: the bar of the GGUF conversion has no other switch."""
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and warnings inside; afterwards all is as it was.
 
-    Errors are exceptions and still arrive. The bar of the GGUF conversion has no switch: what it
-    writes on stderr goes nowhere.
+    Errors are exceptions and still arrive.
     """
     bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
+        yield
     finally:
         hf_logging.set_verbosity(level)
         if bars:

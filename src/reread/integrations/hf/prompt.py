@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from ...errors import InputError
-from .load import Loaded, quiet_loading
+from .load import Loaded, quiet, quiet_loading
 
 
 def encode(loaded: Loaded, prompt: str, chat: bool | None = None) -> Tensor:
@@ -74,7 +74,8 @@ def check_length(loaded: Loaded, tokens: int, max_new_tokens: int) -> None:
 
 def decode(loaded: Loaded, ids: list[int]) -> str:
     """Text of new tokens, special tokens left out."""
-    text: str = loaded.tokenizer.decode(ids, skip_special_tokens=True)
+    with quiet():
+        text: str = loaded.tokenizer.decode(ids, skip_special_tokens=True)
     return text
 
 

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """The attention kernels: dense, sparse, both in one launch, and the sum of their partial results.
 
-Dense work is one flat list of (row, KV head, block) over the active rows, cut into equal runs, one a program: a single
-slow row of a batch is spread over the whole card. Program p that meets tile t (row * Hkv + head) writes slot p + t,
-which no other pair has, and which makes the slots of a tile consecutive. Sparse work is a fixed grid of tile x split.
+Dense work is one flat list of (row, KV head, block) over the active rows, cut into equal runs, one
+a program: a single slow row of a batch is spread over the whole card. Program p that meets tile t
+(row * Hkv + head) writes slot p + t, which no other pair has, and which makes the slots of a tile
+consecutive. Sparse work is a fixed grid of tile x split.
 """
 
 from __future__ import annotations
@@ -24,9 +25,45 @@ from .tiles import (
 
 
 @triton.jit
+def combine_slots(
+    slot, count, g, parts, sums, to, lse,
+    G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
+):  # fmt: skip
+    """Sum `count` partials from `slot` on into one query head's output; EVIDENCE: also its log-sum
+    over J."""
+    lane, d = tl.arange(0, CHUNK), tl.arange(0, D)
+    m = tl.full([], FLOOR, tl.float32)
+    z = tl.full([], 0.0, tl.float32)
+    mj, lj = m, z
+    acc = tl.zeros([D], tl.float32)
+    for i in range(0, count, CHUNK):
+        real = i + lane < count
+        at = (slot + i + lane).to(tl.int64)
+        ms = tl.load(sums + at * (4 * ROWS) + g, mask=real, other=FLOOR)
+        ls = tl.load(sums + at * (4 * ROWS) + ROWS + g, mask=real, other=0.0)
+        os = tl.load(parts + (at[:, None] * G + g) * D + d[None, :], mask=real[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(ms, 0))
+        weight = tl.exp2(ms - m_new)
+        shrink = tl.exp2(m - m_new)
+        z = z * shrink + tl.sum(ls * weight, 0)
+        acc = acc * shrink + tl.sum(os * weight[:, None], 0)
+        m = m_new
+        if EVIDENCE:
+            mjs = tl.load(sums + at * (4 * ROWS) + 2 * ROWS + g, mask=real, other=FLOOR)
+            ljs = tl.load(sums + at * (4 * ROWS) + 3 * ROWS + g, mask=real, other=0.0)
+            mj_new = tl.maximum(mj, tl.max(mjs, 0))
+            lj = lj * tl.exp2(mj - mj_new) + tl.sum(ljs * tl.exp2(mjs - mj_new), 0)
+            mj = mj_new
+    tl.store(to + d, (acc / z).to(to.dtype.element_ty))
+    if EVIDENCE:
+        # an empty J leaves the floor, and nothing reads it
+        tl.store(lse, mj + tl.log2(tl.maximum(lj, 1.0e-30)))
+
+
+@triton.jit
 def dense_run(
-    pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums, starts, lengths, active,
-    logits, width, low, high, scale2, B,
+    pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
+    starts, lengths, active, logits, width, low, high, scale2, B,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
     EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -53,145 +90,126 @@ def dense_run(
         kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
         vb = v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head
         m = tl.full([ROWS], FLOOR, tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        z = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
-        mj, lj = m, l
+        mj, lj = m, z
         tile = b * HKV + h
         if EVIDENCE:
-            m, l, acc, mj, lj = walk_span_with_evidence(
-                qs, kb, vb, k_step, v_step, first, last, scale2, m, l, acc,
-                logits + tile.to(tl.int64) * G * width, width, tl.load(low + b), tl.load(high + b), mj, lj,
+            m, z, acc, mj, lj = walk_span_with_evidence(
+                qs, kb, vb, k_step, v_step, first, last, scale2, m, z, acc,
+                logits + tile.to(tl.int64) * G * width, width, tl.load(low + b),
+                tl.load(high + b), mj, lj,
                 BN, D, G, PRECISION,
             )  # fmt: skip
         else:
-            m, l, acc = walk_span(
-                qs, kb, vb, k_step, v_step, first, last, scale2, m, l, acc, BN, D, PRECISION
+            m, z, acc = walk_span(
+                qs, kb, vb, k_step, v_step, first, last, scale2, m, z, acc, BN, D, PRECISION
             )
-        save_partial(parts, sums, pid + tile, m, l, acc, mj, lj, G, D, EVIDENCE)
+        save_partial(parts, sums, pid + tile, m, z, acc, mj, lj, G, D, EVIDENCE)
         work += taken
 
 
 @triton.jit
 def sparse_piece(
-    tile, split, splits, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
+    tile, split, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out,
+    parts, sums,
     starts, lengths, window, chosen, counts, K, sink, scale2,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Split `split` of `splits` of one tile; DIRECT (a single split) writes the output, otherwise a partial."""
+    """Split `split` of `splits` of one tile; DIRECT (a single split) writes the output, otherwise
+    a partial."""
     b, h = tile // HKV, tile % HKV
-    start, recent = tl.load(starts + b), tl.load(window + b)
+    # loaded before the branch, so that these loads overlap
+    start, recent, length = tl.load(starts + b), tl.load(window + b), tl.load(lengths + b)
     count = tl.load(counts + tile)
-    sinks = tl.maximum(tl.minimum(sink, recent - start), 0)
-    total = sinks + count + tl.maximum(tl.load(lengths + b) - recent, 0)
-    share = (total + splits * BN - 1) // (splits * BN) * BN
-    first = split * share
-    last = tl.minimum(first + share, total)
     qs = load_queries(q, b, h, G, D, HKV)
-    m = tl.full([ROWS], FLOOR, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    m, l, acc = walk_list(
-        qs, k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head,
-        v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head, k_step, v_step,
-        chosen + tile.to(tl.int64) * K, start, sinks, count, recent, first, last, scale2, m, l, acc,
-        BN, D, PRECISION,
-    )  # fmt: skip
-    if DIRECT:
-        g, d = tl.arange(0, ROWS), tl.arange(0, D)
-        to = out + tile.to(tl.int64) * (G * D) + g[:, None] * D + d[None, :]
-        tl.store(to, (acc / l[:, None]).to(out.dtype.element_ty), mask=(g < G)[:, None])
-    else:
-        save_partial(parts, sums, tile * splits + split, m, l, acc, m, l, G, D, False)
+    if on:
+        sinks = tl.maximum(tl.minimum(sink, recent - start), 0)
+        total = sinks + count + tl.maximum(length - recent, 0)
+        share = (total + splits * BN - 1) // (splits * BN) * BN
+        first = split * share
+        last = tl.minimum(first + share, total)
+        m = tl.full([ROWS], FLOOR, tl.float32)
+        z = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        m, z, acc = walk_list(
+            qs, k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head,
+            v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head, k_step, v_step,
+            chosen + tile.to(tl.int64) * K, start, sinks, count, recent, first, last, scale2,
+            m, z, acc, BN, D, STAGES, PRECISION,
+        )  # fmt: skip
+        if DIRECT:
+            g, d = tl.arange(0, ROWS), tl.arange(0, D)
+            to = out + tile.to(tl.int64) * (G * D) + g[:, None] * D + d[None, :]
+            tl.store(to, (acc / z[:, None]).to(out.dtype.element_ty), mask=(g < G)[:, None])
+        else:
+            slot = tile * splits
+            save_partial(parts, sums, slot + split, m, z, acc, m, z, G, D, False)
 
 
 @triton.jit
 def dense_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums, starts, lengths, active,
-    logits, width, low, high, scale2, B,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
+    starts, lengths, active, logits, width, low, high, scale2, B,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
     EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     dense_run(
-        tl.program_id(0), tl.num_programs(0), q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
-        starts, lengths, active, logits, width, low, high, scale2, B, HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
+        tl.program_id(0), tl.num_programs(0), q, k, v, k_row, k_head, k_step, v_row, v_head,
+        v_step, parts, sums,
+        starts, lengths, active, logits, width, low, high, scale2, B,
+        HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def sparse_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums, starts, lengths, active,
-    window, chosen, counts, K, sink, scale2, splits,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
+    starts, lengths, active, window, chosen, counts, K, sink, scale2, splits,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     tile = pid // splits
-    if tl.load(active + tile // HKV) != 0:
-        sparse_piece(
-            tile, pid % splits, splits, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
-            starts, lengths, window, chosen, counts, K, sink, scale2, HKV, G, D, BN, DIRECT, PRECISION,
-        )  # fmt: skip
+    on = tl.load(active + tile // HKV) != 0
+    sparse_piece(
+        tile, pid % splits, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step,
+        out, parts, sums,
+        starts, lengths, window, chosen, counts, K, sink, scale2,
+        HKV, G, D, BN, DIRECT, STAGES, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
 def mixed_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums, starts, lengths, slow,
-    logits, width, low, high, window, chosen, counts, K, sink, scale2, B, programs, splits,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
+    starts, lengths, slow, logits, width, low, high, window, chosen, counts, K, sink, scale2,
+    B, programs, splits,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
-    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Slow rows by the first `programs` programs, fast rows by the others. Sparse slots lie behind the dense ones."""
+    """Slow rows by the first `programs` programs, fast rows by the others.
+
+    Sparse slots lie behind the dense ones.
+    """
     pid = tl.program_id(0)
     if pid < programs:
         dense_run(
             pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
-            starts, lengths, slow, logits, width, low, high, scale2, B, HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
+            starts, lengths, slow, logits, width, low, high, scale2, B,
+            HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
         )  # fmt: skip
     else:
         tile = (pid - programs) // splits
-        if tl.load(slow + tile // HKV) == 0:
-            slots = (programs + B * HKV).to(tl.int64)
-            sparse_piece(
-                tile, (pid - programs) % splits, splits, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step,
-                out, parts + slots * (G * D), sums + slots * (4 * ROWS), starts, lengths, window, chosen, counts,
-                K, sink, scale2, HKV, G, D, BN, DIRECT, PRECISION,
-            )  # fmt: skip
-
-
-@triton.jit
-def combine_slots(
-    slot, count, g, parts, sums, to, lse,
-    G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
-):  # fmt: skip
-    """Sum `count` partials from `slot` on into one query head's output; EVIDENCE: also its log-sum over J."""
-    lane, d = tl.arange(0, CHUNK), tl.arange(0, D)
-    m = tl.full([], FLOOR, tl.float32)
-    l = tl.full([], 0.0, tl.float32)
-    mj, lj = m, l
-    acc = tl.zeros([D], tl.float32)
-    for i in range(0, count, CHUNK):
-        real = i + lane < count
-        at = (slot + i + lane).to(tl.int64)
-        ms = tl.load(sums + at * (4 * ROWS) + g, mask=real, other=FLOOR)
-        ls = tl.load(sums + at * (4 * ROWS) + ROWS + g, mask=real, other=0.0)
-        os = tl.load(parts + (at[:, None] * G + g) * D + d[None, :], mask=real[:, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(ms, 0))
-        weight = tl.exp2(ms - m_new)
-        shrink = tl.exp2(m - m_new)
-        l = l * shrink + tl.sum(ls * weight, 0)
-        acc = acc * shrink + tl.sum(os * weight[:, None], 0)
-        m = m_new
-        if EVIDENCE:
-            mjs = tl.load(sums + at * (4 * ROWS) + 2 * ROWS + g, mask=real, other=FLOOR)
-            ljs = tl.load(sums + at * (4 * ROWS) + 3 * ROWS + g, mask=real, other=0.0)
-            mj_new = tl.maximum(mj, tl.max(mjs, 0))
-            lj = lj * tl.exp2(mj - mj_new) + tl.sum(ljs * tl.exp2(mjs - mj_new), 0)
-            mj = mj_new
-    tl.store(to + d, (acc / l).to(to.dtype.element_ty))
-    if EVIDENCE:
-        # an empty J leaves the floor, and nothing reads it
-        tl.store(lse, mj + tl.log2(tl.maximum(lj, 1.0e-30)))
+        on = tl.load(slow + tile // HKV) == 0
+        slots = (programs + B * HKV).to(tl.int64)
+        sparse_piece(
+            tile, (pid - programs) % splits, splits, on, q, k, v, k_row, k_head, k_step,
+            v_row, v_head, v_step, out, parts + slots * (G * D), sums + slots * (4 * ROWS),
+            starts, lengths, window, chosen, counts, K, sink, scale2,
+            HKV, G, D, BN, DIRECT, STAGES, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -200,7 +218,8 @@ def combine_kernel(
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, EVIDENCE: tl.constexpr, DENSE: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one row. DENSE, SPARSE: which kinds have partials here; `slow` says which one a row is."""
+    """One query head of one row. DENSE, SPARSE: which kinds have partials here; `slow` says which
+    one a row is."""
     pid = tl.program_id(0)
     head, g = pid // G, pid % G
     b, h = head // HKV, head % HKV

@@ -1,6 +1,8 @@
-"""Attention of one new token per row on the GPU: dense, sparse, or each row its own kind in one launch.
+"""Attention of one new token per row on the GPU: dense, sparse, or each row its own kind in one
+launch.
 
-Same meaning as `ops.reference`; what a graph must not bake in (starts, lengths, windows, which rows run) are int32
+Same meaning as `ops.reference`; what a graph must not bake in (starts, lengths, windows, which
+rows run) are int32
 tensors on the device, read there only. Rows that are off keep what `out` held.
 """
 
@@ -13,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import attend, choose
+from . import attend, score
 from .workspace import CHUNK, Workspace, check
 
 LOG2_E = math.log2(math.e)
@@ -21,9 +23,10 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Launch parameters: keys per block, warps, pipeline stages, and pieces per SM (dense) or per tile (sparse).
+    """Launch parameters: keys per block, warps, pipeline stages, and pieces per SM (dense) or per
+    tile (sparse).
 
-    Zero programs or splits: what the workspace says, or as many splits as fill the card.
+    Zero programs or splits: what the workspace says. Zero block: by the length of a piece.
     """
 
     block: int = 64
@@ -33,8 +36,9 @@ class Tuning:
     splits: int = 0
 
 
-DENSE = Tuning()
-SPARSE = Tuning()
+DENSE = Tuning(stages=4)
+SPARSE = Tuning(block=0, stages=5)
+MIXED = Tuning()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Keys and values [B, Hkv, L, D] with each row's valid span, starts and lengths int32 [B] on the device."""
+    """Keys and values [B, Hkv, L, D] with each row's valid span, starts and lengths int32 [B] on
+    the device."""
 
     k: Tensor
     v: Tensor
@@ -90,7 +95,8 @@ def decode_dense(
         allowed: int32 [B] low and high of J; asks for the evidence.
 
     Returns:
-        out [B, H, D]; mass fp32 [B, Hkv, L] (a view of the workspace, good until the next call) or None.
+        out [B, H, D]; mass fp32 [B, Hkv, L] (a view of the workspace, good until the next call) or
+        None.
     """
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
@@ -101,8 +107,8 @@ def decode_dense(
     evidence = allowed is not None
     work.require(q, kv.k, programs, 1, evidence)
     attend.dense_kernel[(programs,)](
-        q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths, on,
-        work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
+        q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths,
+        on, work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
         BN=tuning.block, EVIDENCE=evidence, PRECISION=_precision(q),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
@@ -121,23 +127,25 @@ def decode_sparse(
     out: Tensor | None = None,
     tuning: Tuning = SPARSE,
 ) -> Tensor:
-    """Attention of the active rows over sink + selected + recent, gathered from the full cache. Returns [B, H, D]."""
+    """Attention of the active rows over sink + selected + recent, gathered from the full cache.
+    Returns [B, H, D]."""
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
     on = work.always[: q.shape[0]] if active is None else active
     tiles = q.shape[0] * kv.k.shape[1]
     splits = tuning.splits or work.max_splits
+    block = tuning.block or sparse_block(chosen.indices.shape[2], splits)
     shape = _shape(q, kv)
     del shape["BPAD"]
     work.require(q, kv.k, 0, splits, evidence=False)
     attend.sparse_kernel[(tiles * splits,)](
         q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
         chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
-        scale * LOG2_E, splits, **shape, BN=tuning.block, DIRECT=splits == 1,
+        scale * LOG2_E, splits, **shape, BN=block, DIRECT=splits == 1, STAGES=tuning.stages,
         PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     if splits > 1:
-        _combine(q, kv, out, work, on, 0, splits, tuning.block, False, dense=False, sparse=True)
+        _combine(q, kv, out, work, on, 0, splits, block, False, dense=False, sparse=True)
     return out
 
 
@@ -151,9 +159,10 @@ def decode_mixed(
     work: Workspace,
     allowed: Allowed | None = None,
     out: Tensor | None = None,
-    tuning: Tuning = SPARSE,
+    tuning: Tuning = MIXED,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row its own kind: dense where `slow` (int32 [B]) is not 0, sparse elsewhere, in one launch.
+    """Each row its own kind: dense where `slow` (int32 [B]) is not 0, sparse elsewhere, in one
+    launch.
 
     Returns:
         out [B, H, D], and the slow rows' mass or None, as `decode_dense`.
@@ -161,7 +170,10 @@ def decode_mixed(
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
     tiles = q.shape[0] * kv.k.shape[1]
-    splits, programs = tuning.splits or work.max_splits, tuning.programs or work.programs
+    # dense and sparse programs share the SMs, so each kind gets one an SM
+    splits = tuning.splits or max(1, work.max_splits // 2)
+    programs = tuning.programs or work.programs
+    block = tuning.block or 64
     low, high = allowed or (kv.starts, kv.starts)
     evidence = allowed is not None
     work.require(q, kv.k, programs, splits, evidence)
@@ -169,13 +181,12 @@ def decode_mixed(
         q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, slow,
         work.logits, kv.k.shape[2], low, high, chosen.window_start, chosen.indices, chosen.counts,
         chosen.indices.shape[2], chosen.sink, scale * LOG2_E, q.shape[0], programs, splits,
-        **_shape(q, kv), BN=tuning.block, EVIDENCE=evidence, DIRECT=splits == 1,
-        PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
+        **_shape(q, kv), BN=block, EVIDENCE=evidence, DIRECT=splits == 1,
+        STAGES=2 * tuning.stages - 1, PRECISION=_precision(q),
+        num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     sparse = splits > 1
-    _combine(
-        q, kv, out, work, slow, programs, splits, tuning.block, evidence, dense=True, sparse=sparse
-    )
+    _combine(q, kv, out, work, slow, programs, splits, block, evidence, dense=True, sparse=sparse)
     return out, _evidence(q, kv, work, allowed, slow) if allowed is not None else None
 
 
@@ -183,6 +194,11 @@ def _shape(q: Tensor, kv: Cache) -> dict[str, int]:
     heads = kv.k.shape[1]
     padded = triton.next_power_of_2(q.shape[0])
     return {"HKV": heads, "G": q.shape[1] // heads, "D": q.shape[2], "BPAD": padded}
+
+
+def sparse_block(k: int, splits: int) -> int:
+    """Short pieces run faster in small blocks (measured: benchmarks/results)."""
+    return 32 if k <= 256 * splits else 64
 
 
 def _precision(q: Tensor) -> str:
@@ -204,9 +220,10 @@ def _combine(
     dense: bool,
     sparse: bool,
 ) -> None:
+    chunk = 32 if dense else triton.next_power_of_2(max(2, splits))
     attend.combine_kernel[(q.shape[0] * q.shape[1],)](
         out, work.parts, work.sums, work.lse, kv.starts, kv.lengths, slow, q.shape[0], programs,
-        splits, **_shape(q, kv), BN=block, CHUNK=32 if dense else triton.next_power_of_2(max(2, splits)),
+        splits, **_shape(q, kv), BN=block, CHUNK=chunk,
         EVIDENCE=evidence, DENSE=dense, SPARSE=sparse, num_warps=4,
     )  # fmt: skip
 
@@ -214,7 +231,7 @@ def _combine(
 def _evidence(q: Tensor, kv: Cache, work: Workspace, allowed: Allowed, active: Tensor) -> Tensor:
     rows, heads, width = kv.k.shape[:3]
     mass = work.mass.view(-1)[: rows * heads * width].view(rows, heads, width)
-    choose.evidence_kernel[(triton.cdiv(width, CHUNK), rows * heads)](
+    score.evidence_kernel[(triton.cdiv(width, CHUNK), rows * heads)](
         work.logits, work.lse, mass, width, *allowed, active,
         HKV=heads, G=q.shape[1] // heads, BLOCK=CHUNK, num_warps=8,
     )  # fmt: skip

@@ -30,13 +30,18 @@ def pack_kernel(
     k += b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
     v += b.to(tl.int64) * v_row + h.to(tl.int64) * v_head
     to = tile.to(tl.int64) * room * D + i[:, None] * D + d[None, :]
-    tl.store(k_to + to, tl.load(k + at * k_step + d[None, :], mask=keep[:, None]), mask=keep[:, None])
-    tl.store(v_to + to, tl.load(v + at * v_step + d[None, :], mask=keep[:, None]), mask=keep[:, None])
+    tl.store(
+        k_to + to, tl.load(k + at * k_step + d[None, :], mask=keep[:, None]), mask=keep[:, None]
+    )
+    tl.store(
+        v_to + to, tl.load(v + at * v_step + d[None, :], mask=keep[:, None]), mask=keep[:, None]
+    )
 
 
 @triton.jit
 def packed_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, k_packed, v_packed, room, out, parts, sums,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, k_packed, v_packed, room, out, parts,
+    sums,
     starts, lengths, active, window, counts, sink, scale2, splits,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
     DIRECT: tl.constexpr, PRECISION: tl.constexpr,
@@ -54,21 +59,23 @@ def packed_kernel(
     last = tl.minimum(first + share, total)
     qs = load_queries(q, b, h, G, D, HKV)
     m = tl.full([ROWS], FLOOR, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     base = tile.to(tl.int64) * room * D
-    m, l, acc = walk_span(
-        qs, k_packed + base, v_packed + base, D, D, first, tl.minimum(last, fixed), scale2, m, l, acc,
+    m, z, acc = walk_span(
+        qs, k_packed + base, v_packed + base, D, D, first, tl.minimum(last, fixed), scale2, m, z,
+        acc,
         BN, D, PRECISION,
     )  # fmt: skip
-    m, l, acc = walk_span(
+    m, z, acc = walk_span(
         qs, k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head,
         v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head, k_step, v_step,
-        recent + tl.maximum(first - fixed, 0), recent + last - fixed, scale2, m, l, acc, BN, D, PRECISION,
+        recent + tl.maximum(first - fixed, 0), recent + last - fixed, scale2, m, z, acc, BN, D,
+        PRECISION,
     )  # fmt: skip
     if DIRECT:
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         to = out + tile.to(tl.int64) * (G * D) + g[:, None] * D + d[None, :]
-        tl.store(to, (acc / l[:, None]).to(out.dtype.element_ty), mask=(g < G)[:, None])
+        tl.store(to, (acc / z[:, None]).to(out.dtype.element_ty), mask=(g < G)[:, None])
     else:
-        save_partial(parts, sums, tile * splits + split, m, l, acc, m, l, G, D, False)
+        save_partial(parts, sums, tile * splits + split, m, z, acc, m, z, G, D, False)

@@ -1,8 +1,11 @@
 # mypy: ignore-errors
-"""Device functions that all attention kernels share: one online-softmax step, loops over keys, partial results.
+"""Device functions that all attention kernels share: one online-softmax step, loops over keys,
+partial results.
 
-Logits are kept in base 2 (scale times log2 e), because the hardware's exponential is 2^x. The G query heads of a KV
-head are the rows of one matrix of 16, the smallest that tensor cores take; surplus rows are zero and never stored.
+Logits are kept in base 2 (scale times log2 e), because the hardware's exponential is 2^x. The G
+query heads of a KV
+head are the rows of one matrix of 16, the smallest that tensor cores take; surplus rows are zero
+and never stored.
 """
 
 from __future__ import annotations
@@ -31,26 +34,27 @@ def logits_of(qs, kk, keep, scale2, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def absorb(t, vv, m, l, acc, PRECISION: tl.constexpr):
-    """One online-softmax step: logits t [16, BN] and values vv [BN, D] into maximum m, sum l and weighted sum acc."""
+def absorb(t, vv, m, z, acc, PRECISION: tl.constexpr):
+    """One online-softmax step: logits t [16, BN] and values vv [BN, D] into maximum m, sum z and
+    weighted sum acc."""
     m_new = tl.maximum(m, tl.max(t, 1))
     p = tl.exp2(t - m_new[:, None])
     shrink = tl.exp2(m - m_new)
-    l = l * shrink + tl.sum(p, 1)
+    z = z * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None] + tl.dot(p.to(vv.dtype), vv, input_precision=PRECISION)
-    return m_new, l, acc
+    return m_new, z, acc
 
 
 @triton.jit
-def absorb_sum(t, m, l):
+def absorb_sum(t, m, z):
     """The same for maximum and sum alone."""
     m_new = tl.maximum(m, tl.max(t, 1))
-    return m_new, l * tl.exp2(m - m_new) + tl.sum(tl.exp2(t - m_new[:, None]), 1)
+    return m_new, z * tl.exp2(m - m_new) + tl.sum(tl.exp2(t - m_new[:, None]), 1)
 
 
 @triton.jit
 def walk_span(
-    qs, k, v, k_step, v_step, first, last, scale2, m, l, acc,
+    qs, k, v, k_step, v_step, first, last, scale2, m, z, acc,
     BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to positions [first, last) of one head; k and v point at its position 0."""
@@ -61,16 +65,17 @@ def walk_span(
         where = at.to(tl.int64)
         kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
         vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
-        m, l, acc = absorb(logits_of(qs, kk, keep, scale2, PRECISION), vv, m, l, acc, PRECISION)
-    return m, l, acc
+        m, z, acc = absorb(logits_of(qs, kk, keep, scale2, PRECISION), vv, m, z, acc, PRECISION)
+    return m, z, acc
 
 
 @triton.jit
 def walk_span_with_evidence(
-    qs, k, v, k_step, v_step, first, last, scale2, m, l, acc, logits, width, low, high, mj, lj,
+    qs, k, v, k_step, v_step, first, last, scale2, m, z, acc, logits, width, low, high, mj, lj,
     BN: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`walk_span` that also stores the logits (fp32, rows `width` apart) and sums over J = [low, high) alone.
+    """`walk_span` that also stores the logits (fp32, rows `width` apart) and sums over J = [low,
+    high) alone.
 
     J has its own maximum: a sink may outweigh all of J by more than fp32 can hold.
     """
@@ -86,22 +91,25 @@ def walk_span_with_evidence(
         store = keep[None, :] & (g < G)[:, None]
         tl.store(logits + g[:, None].to(tl.int64) * width + at[None, :], t, mask=store)
         mj, lj = absorb_sum(tl.where(inside[None, :], t, float("-inf")), mj, lj)
-        m, l, acc = absorb(t, vv, m, l, acc, PRECISION)
-    return m, l, acc, mj, lj
+        m, z, acc = absorb(t, vv, m, z, acc, PRECISION)
+    return m, z, acc, mj, lj
 
 
 @triton.jit
 def walk_list(
-    qs, k, v, k_step, v_step, chosen, start, sinks, count, window, first, last, scale2, m, l, acc,
-    BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    qs, k, v, k_step, v_step, chosen, start, sinks, count, window, first, last, scale2, m, z, acc,
+    BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to entries [first, last) of the list sink | chosen | recent of one head, straight from the full cache.
+    """Attend to entries [first, last) of the list sink | chosen | recent of one head, straight
+    from the full cache.
 
-    Entry i is start + i in the sink, chosen[i - sinks] behind it, and window + (i - sinks - count) after those.
+    Entry i is start + i in the sink, chosen[i - sinks] behind it, and window + (i - sinks - count)
+    after those.
     """
     d, lane = tl.arange(0, D), tl.arange(0, BN)
     fixed = sinks + count
-    for n in range(first, last, BN):
+    # a load whose address was loaded takes two stages for one of distance
+    for n in tl.range(first, last, BN, num_stages=STAGES):
         i = n + lane
         keep = i < last
         picked = tl.load(chosen + i - sinks, mask=(i >= sinks) & (i < fixed) & keep, other=0)
@@ -109,21 +117,22 @@ def walk_list(
         where = at.to(tl.int64)
         kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
         vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
-        m, l, acc = absorb(logits_of(qs, kk, keep, scale2, PRECISION), vv, m, l, acc, PRECISION)
-    return m, l, acc
+        m, z, acc = absorb(logits_of(qs, kk, keep, scale2, PRECISION), vv, m, z, acc, PRECISION)
+    return m, z, acc
 
 
 @triton.jit
 def save_partial(
-    parts, sums, slot, m, l, acc, mj, lj, G: tl.constexpr, D: tl.constexpr, EVIDENCE: tl.constexpr
+    parts, sums, slot, m, z, acc, mj, lj, G: tl.constexpr, D: tl.constexpr, EVIDENCE: tl.constexpr
 ):
-    """Unfinished softmax of one piece of work: parts [slots, G, D], sums [slots, 4, 16] = m, l and those of J."""
+    """Unfinished softmax of one piece of work: parts [slots, G, D], sums [slots, 4, 16] = m, z and
+    those of J."""
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     parts += slot.to(tl.int64) * (G * D)
     tl.store(parts + g[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
     sums += slot.to(tl.int64) * (4 * ROWS)
     tl.store(sums + g, m)
-    tl.store(sums + ROWS + g, l)
+    tl.store(sums + ROWS + g, z)
     if EVIDENCE:
         tl.store(sums + 2 * ROWS + g, mj)
         tl.store(sums + 3 * ROWS + g, lj)

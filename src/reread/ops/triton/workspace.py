@@ -1,4 +1,5 @@
-"""Device memory that the kernels need besides inputs and outputs: sized once, shared by all layers, never grown."""
+"""Device memory that the kernels need besides inputs and outputs: sized once, shared by all
+layers, never grown."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ MAX_ROWS = 64
 MAX_LENGTH = 262_144
 CHUNK = 2048  # positions that one program of the Selector handles
 BINS = 2048
-PROGRAMS_PER_SM = 4
+ROUNDS = 4  # of the radix top-K
 MAX_SPLITS = 16
 
 
@@ -53,7 +54,8 @@ def check(q: Tensor, k: Tensor) -> None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """SMs of a CUDA device; 2 where kernels are interpreted, so that small tests split their work as well."""
+    """SMs of a CUDA device; 2 where kernels are interpreted, so that small tests split their work
+    as well."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -65,7 +67,7 @@ class Workspace:
 
     Attributes:
         rows, heads, kv_heads, dim, capacity: the largest B, H, Hkv, D and L.
-        programs: what dense work is cut into.
+        programs: what dense work is cut into; 0: one program an SM.
         evidence: whether slow steps feed a Selector; without, its share is not allocated.
         parts, sums: unfinished softmax results of the attention kernels.
         lse, logits, mass: evidence. scores, hists, cuts, tallies, prior_sums: the Selector.
@@ -92,7 +94,7 @@ class Workspace:
     always: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.programs = self.programs or PROGRAMS_PER_SM * multiprocessors(self.device)
+        self.programs = self.programs or multiprocessors(self.device)
         tiles = self.rows * self.kv_heads
         group = self.heads // self.kv_heads
         slots = self.programs + tiles + tiles * self.max_splits
@@ -104,30 +106,39 @@ class Workspace:
         self.lse = self._fp32(self.rows, self.heads)
         self.logits = self._fp32(self.rows, self.heads, width)
         self.mass = self._fp32(self.rows, self.kv_heads, width)
-        self.scores = self._fp32(2, self.rows, self.kv_heads, width)
+        # scores, and their maxima within groups, in whole chunks
+        self.scores = self._fp32(3, heads * -(-width // CHUNK) * CHUNK)
         # the kernels leave the histograms at zero for the next call
-        self.hists = torch.zeros(heads, 3, BINS, dtype=torch.int32, device=self.device)
-        self.cuts = torch.zeros(heads, 3, 2, dtype=torch.int32, device=self.device)
+        self.hists = torch.zeros(heads, ROUNDS, BINS, dtype=torch.int32, device=self.device)
+        self.cuts = torch.zeros(heads, ROUNDS, 2, dtype=torch.int32, device=self.device)
         self.tallies = torch.zeros(heads, 2, self.chunks, dtype=torch.int32, device=self.device)
         self.prior_sums = self._fp32(heads, 5, self.chunks)
 
     def require(self, q: Tensor, k: Tensor, programs: int, splits: int, evidence: bool) -> None:
-        """Our own callers must have sized this for what they run: kernels do not check their stores."""
+        """Our own callers must have sized this for what they run: kernels do not check their
+        stores."""
         rows, heads, dim = q.shape
         tiles = rows * k.shape[1]
         assert programs + tiles + tiles * splits <= self.parts.shape[0], (programs, splits)
-        assert heads // k.shape[1] <= self.parts.shape[1] and dim <= self.dim
-        assert rows <= self.rows and heads <= self.heads and k.shape[1] <= self.kv_heads
+        assert heads // k.shape[1] <= self.parts.shape[1]
+        assert dim <= self.dim
+        assert rows <= self.rows
+        assert heads <= self.heads
+        assert k.shape[1] <= self.kv_heads
         assert not evidence or (self.evidence and k.shape[2] <= self.capacity)
+
+    def require_scores(self, size: int) -> None:
+        """As `require`, for the Selector."""
+        assert size <= self.scores.shape[1], (size, self.scores.shape)
 
     def _fp32(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.device)
 
     @property
     def max_splits(self) -> int:
-        """Most pieces that one tile's sparse work is cut into."""
+        """Pieces that one tile's sparse work is cut into: two programs an SM in all, at most 16."""
         tiles = self.rows * self.kv_heads
-        return max(1, min(MAX_SPLITS, -(-self.programs // tiles)))
+        return max(1, min(MAX_SPLITS, 2 * self.programs // tiles))
 
     @property
     def chunks(self) -> int:
@@ -137,5 +148,15 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        names = ("parts", "sums", "lse", "logits", "mass", "scores", "hists", "cuts", "tallies")
+        names = (
+            "parts",
+            "sums",
+            "lse",
+            "logits",
+            "mass",
+            "scores",
+            "hists",
+            "cuts",
+            "tallies",
+        )
         return sum(getattr(self, name).nbytes for name in (*names, "prior_sums", "always"))

@@ -1,0 +1,196 @@
+# mypy: ignore-errors
+"""The Selector's kernels up to refined scores: evidence from logits, prior, fusion, refinement.
+
+All run on a grid of (chunks of the capacity, B * Hkv); programs outside J and rows that are off
+return at once. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def evidence_kernel(
+    logits, lse, mass, width, low, high, active,
+    HKV: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """mass(j) = mean over the G query heads of 2^(logit - lse), zero outside J. logits [B, H,
+    width] base 2."""
+    head = tl.program_id(1)
+    b = head // HKV
+    if tl.load(active + b) == 0:
+        return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at >= tl.load(low + b)) & (at < tl.load(high + b))
+    total = tl.zeros([BLOCK], tl.float32)
+    for g in tl.static_range(G):
+        row = head.to(tl.int64) * G + g
+        t = tl.load(logits + row * width + at, mask=inside, other=float("-inf"))
+        total += tl.exp2(t - tl.load(lse + row))
+    tl.store(
+        mass + head.to(tl.int64) * width + at, tl.where(inside, total / G, 0.0), mask=at < width
+    )
+
+
+@triton.jit
+def log_score_kernel(
+    mass, norms, prior_sums, scores, prefix, suffix, width, pitch, low, high, active,
+    eps, gamma, beta, power, eta, clip,
+    HKV: tl.constexpr, CHUNKS: tl.constexpr, PRIOR: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z = log(s + eps) with s the evidence, or its mixture with the prior (steps 3 to 6).
+
+    Also the maxima of z from the begin of its aligned group of STRIDE positions (prefix) and to the
+    group's end (suffix), from which `refine_kernel` has any window's maximum in four loads. Rows of
+    the outputs are `pitch` apart, a multiple of BLOCK; outside J they hold minus infinity.
+    """
+    head = tl.program_id(1)
+    b = head // HKV
+    begin, end = tl.load(low + b), tl.load(high + b)
+    origin = tl.program_id(0) * BLOCK
+    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
+        return
+    groups, lane = tl.arange(0, BLOCK // STRIDE), tl.arange(0, STRIDE)
+    at = origin + groups[:, None] * STRIDE + lane[None, :]
+    inside = (at >= begin) & (at < end)
+    s = tl.load(mass + head.to(tl.int64) * width + at, mask=inside, other=0.0)
+    if PRIOR:
+        norm = tl.load(norms + head.to(tl.int64) * width + at, mask=inside, other=1.0)
+        i = tl.where(inside, at - begin, 0)
+        t = log_prior(norm, i, end - begin, eps, gamma, beta, power, eta)
+        top, lam, scale = mixture(prior_sums + head * (CHUNKS * 5), clip, CHUNKS)
+        s = (1.0 - lam) * s + lam * (tl.exp(tl.minimum(t - top, 0.0)) * scale)
+    z = tl.where(inside, tl.log(s + eps), float("-inf"))
+    to = head.to(tl.int64) * pitch + at
+    tl.store(scores + to, z)
+    if STRIDE > 1:
+        tl.store(prefix + to, tl.associative_scan(z, 1, larger))
+        tl.store(suffix + to, tl.associative_scan(z, 1, larger, reverse=True))
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def log_prior(norm, i, n, eps, gamma, beta, power, eta):
+    """Logarithm of key-norm prior times position prior, not normalised; i counts from 0 within
+    J."""
+    u = i.to(tl.float32) / tl.maximum(n - 1, 1).to(tl.float32)
+    bent = tl.where(
+        u > 0, tl.exp(power * tl.log(tl.maximum(u, 1e-30))), tl.where(power == 0, 1.0, 0.0)
+    )
+    # J's newest position has 1 - u = 0 exactly; rounding below zero would make a NaN
+    return -gamma * tl.log(norm + eps) - beta * bent + eta * tl.log(tl.maximum(1.0 - u, 0.0) + eps)
+
+
+@triton.jit
+def prior_sums_kernel(
+    mass, norms, sums, width, low, high, active, eps, gamma, beta, power, eta,
+    HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per chunk: maximum of the log prior, then sum w, sum w^2, sum f w, sum f^2 with w = exp(log
+    prior - maximum)."""
+    head = tl.program_id(1)
+    b = head // HKV
+    if tl.load(active + b) == 0:
+        return
+    begin, end = tl.load(low + b), tl.load(high + b)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at >= begin) & (at < end)
+    f = tl.load(mass + head.to(tl.int64) * width + at, mask=inside, other=0.0)
+    norm = tl.load(norms + head.to(tl.int64) * width + at, mask=inside, other=1.0)
+    t = log_prior(norm, tl.where(inside, at - begin, 0), end - begin, eps, gamma, beta, power, eta)
+    top = tl.max(tl.where(inside, t, -1.0e30), 0)
+    w = tl.where(inside, tl.exp(tl.minimum(t - top, 0.0)), 0.0)
+    to = sums + head * (CHUNKS * 5) + tl.program_id(0)
+    tl.store(to, top)
+    tl.store(to + CHUNKS, tl.sum(w, 0))
+    tl.store(to + 2 * CHUNKS, tl.sum(w * w, 0))
+    tl.store(to + 3 * CHUNKS, tl.sum(f * w, 0))
+    tl.store(to + 4 * CHUNKS, tl.sum(f * f, 0))
+
+
+@triton.jit
+def mixture(sums, clip, CHUNKS: tl.constexpr):
+    """lambda* (step 5) from the chunks' sums; also the prior's maximum and 1 / sum w."""
+    lane = tl.arange(0, CHUNKS)
+    tops = tl.load(sums + lane)
+    top = tl.max(tops, 0)
+    weight = tl.exp(tops - top)
+    w = tl.sum(tl.load(sums + CHUNKS + lane) * weight, 0)
+    scale = tl.where(w > 0, 1.0 / w, 0.0)
+    r2 = tl.sum(tl.load(sums + 2 * CHUNKS + lane) * weight * weight, 0) * scale * scale
+    cross = tl.sum(tl.load(sums + 3 * CHUNKS + lane) * weight, 0) * scale
+    f2 = tl.sum(tl.load(sums + 4 * CHUNKS + lane), 0)
+    distance = f2 - 2.0 * cross + r2
+    lam = tl.where(distance > 0, (f2 - cross) / tl.where(distance > 0, distance, 1.0), 0.0)
+    return top, tl.minimum(tl.maximum(lam, 0.0), clip), scale
+
+
+@triton.jit
+def refine_kernel(
+    scores, prefix, suffix, pitch, low, high, active, alpha,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, STRIDE: tl.constexpr,
+    HKV: tl.constexpr, NMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Maximum over [i - BEFORE, i + AFTER] within J; NMS: the score minus alpha times what it
+    lacks to that. In place.
+
+    STRIDE, the largest power of two in the window: two runs of that length, one from the window's
+    begin and one to its end, cover it, and a run is the end of one group and the begin of the next.
+    """
+    head = tl.program_id(1)
+    b = head // HKV
+    begin, end = tl.load(low + b), tl.load(high + b)
+    origin = tl.program_id(0) * BLOCK
+    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
+        return
+    at = origin + tl.arange(0, BLOCK)
+    inside = (at >= begin) & (at < end)
+    # only blocks that touch J were written; groups lie whole within a block
+    first, last = begin // BLOCK * BLOCK, (end + BLOCK - 1) // BLOCK * BLOCK
+    row = head.to(tl.int64) * pitch
+    best = tl.maximum(
+        tl.maximum(
+            load_between(suffix + row, at - BEFORE, first, last),
+            load_between(prefix + row, at - BEFORE + STRIDE - 1, first, last),
+        ),
+        tl.maximum(
+            load_between(suffix + row, at + AFTER - STRIDE + 1, first, last),
+            load_between(prefix + row, at + AFTER, first, last),
+        ),
+    )
+    if NMS:
+        z = tl.load(scores + row + at, mask=inside, other=0.0)
+        best = z - alpha * tl.maximum(best - z, 0.0)
+    tl.store(scores + row + at, best, mask=inside)
+
+
+@triton.jit
+def load_between(values, at, first, last):
+    return tl.load(values + at, mask=(at >= first) & (at < last), other=float("-inf"))
+
+
+@triton.jit
+def cross_head_kernel(
+    scores, refined, pitch, low, high, active, alpha, temperature, eps,
+    HKV: tl.constexpr, HPAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z + alpha log max(softmax over KV heads (z / T), eps); grid (chunks, B)."""
+    b = tl.program_id(1)
+    begin, end = tl.load(low + b), tl.load(high + b)
+    origin = tl.program_id(0) * BLOCK
+    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
+        return
+    at, h = origin + tl.arange(0, BLOCK), tl.arange(0, HPAD)
+    inside = (h < HKV)[:, None] & ((at >= begin) & (at < end))[None, :]
+    offset = (b * HKV + h)[:, None].to(tl.int64) * pitch + at[None, :]
+    z = tl.load(scores + offset, mask=inside, other=-1.0e30)
+    e = tl.exp((z - tl.max(z, 0)[None, :]) / temperature)
+    share = e / tl.sum(e, 0)[None, :]
+    tl.store(refined + offset, z + alpha * tl.log(tl.maximum(share, eps)), mask=inside)

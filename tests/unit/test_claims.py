@@ -1,0 +1,29 @@
+"""Every table of the README comes from a result file of this repository."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import readme
+from benchmarks.common import RESULTS
+
+
+def test_the_readme_shows_what_the_result_files_hold() -> None:
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.render(text) == text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda p: p.stem)
+def test_a_result_says_where_it_comes_from(path: object) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+    assert {"config", "versions", "device", "commit"} <= result.keys()
+
+
+def test_the_default_preset_beats_the_paper_preset_in_kl_at_every_budget() -> None:
+    rows = {row["variant"]: row for row in readme.load("fidelity")["rows"]}
+    budgets = [name.removeprefix("default") for name in rows if name.startswith("default, K=")]
+    assert len(budgets) >= 4
+    for budget in budgets:
+        assert rows[f"default{budget}"]["kl"] < rows[f"paper{budget}"]["kl"], budget
