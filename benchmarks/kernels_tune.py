@@ -56,6 +56,13 @@ def tune_dense(bench: Bench) -> Iterator[Record]:
         yield note(bench, "dense", bench.length, t, lambda i, t=t: bench.dense(i, tuning=t), 4)
 
 
+def tune_evidence(bench: Bench) -> Iterator[Record]:
+    allowed = (bench.starts + SINK, bench.lengths - 256)
+    for t in DENSE:
+        step = lambda i, t=t: bench.dense(i, tuning=t, allowed=allowed)  # noqa: E731
+        yield note(bench, "dense with evidence", bench.length, t, step, 4)
+
+
 def tune_sparse(bench: Bench, share: float) -> Iterator[Record]:
     keys = round(share * bench.length)
     recent = recent_of(keys)
@@ -92,14 +99,18 @@ def selector_pieces(bench: Bench, k: int = 512) -> Iterator[Record]:
     blocks = -(-bench.length // selection.CHUNK)
     plan = selection.Plan(
         (blocks, bench.rows * KV_HEADS), blocks * selection.CHUNK,
-        (low, high, bench.work.always[: bench.rows]), 24, 8,
+        (low, high, bench.work.always[: bench.rows]), 24, 8, False,
     )  # fmt: skip
     config, work = SelectorConfig(), bench.work
     scores = work.scores[0], work.scores[1], work.scores[2]
+
+    def refine_and_choose(_: int) -> None:
+        refined = selection._refine(*scores, KV_HEADS, plan, config, work)
+        selection._top_k(refined, KV_HEADS, plan, work, indices, counts)
+
     steps: dict[str, Callable[[int], object]] = {
         "log": lambda _: selection._log_scores(mass, None, plan, config, work),
-        "refine": lambda _: selection._refine(*scores, KV_HEADS, plan, config),
-        "top-k": lambda _: selection._top_k(scores[0], KV_HEADS, plan, work, indices, counts),
+        "refine and top-k": refine_and_choose,
     }
     for name, step in steps.items():
         yield {"kernel": f"selector: {name}", "rows": bench.rows, "length": bench.length} | (
@@ -116,6 +127,7 @@ def main() -> None:
     for rows, length in ((32, 16384), (16, 16384), (8, 16384), (1, 131072)):
         bench = Bench(pool, rows, length, bandwidth, programs=132 * 3)
         records += selector_pieces(bench)
+        records += tune_evidence(bench)
         records += tune_mixed(bench) if rows == 16 else tune_dense(bench)
         for share in (0.016, 0.063, 0.25) if length == 16384 else (0.006, 0.016):
             records += tune_sparse(bench, share)

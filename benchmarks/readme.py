@@ -99,7 +99,7 @@ def main() -> None:
     made = render(text)
     if "--check" in sys.argv[1:]:
         if made != text:
-            raise SystemExit("README.md differs from benchmarks/results: python -m benchmarks.readme")
+            raise SystemExit("README.md is stale: run python -m benchmarks.readme")
         return
     README.write_text(made, encoding="utf-8")
 

@@ -8,23 +8,28 @@ from .errors import ConfigError
 
 
 def require(ok: bool, name: str, value: object, want: str) -> None:
+    """Raise unless `ok`; `want` says what would be right."""
     if not ok:
         raise ConfigError(f"{name}={value!r} is not possible: {want}")
 
 
 def is_int(value: object) -> bool:
+    """Whether it is an integer; bool is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_real(value: object) -> bool:
+    """Whether it is a finite number; bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_int(name: str, value: object, low: int) -> None:
+    """An integer of at least `low`."""
     require(is_int(value) and int(value) >= low, name, value, f"an integer of at least {low}")  # type: ignore[call-overload]
 
 
 def require_real(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """A finite number in [low, high]."""
     want = (
         f"a number of at least {low:g}"
         if high == math.inf
@@ -34,4 +39,5 @@ def require_real(name: str, value: object, low: float, high: float = math.inf) -
 
 
 def require_bool(name: str, value: object) -> None:
+    """True or False."""
     require(isinstance(value, bool), name, value, "true or false")

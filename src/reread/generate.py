@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .checks import is_int
 from .config import Config
 from .errors import InputError
 from .integrations.hf.attach import attach
@@ -57,12 +58,9 @@ def generate(
         InputError, UnsupportedError, NumericalError: as `attach`; always before a wrong token
             could be returned.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
-            raise InputError(f"{name}={value!r} is not possible: an integer of at least 1")
+    _require_count("max_new_tokens", max_new_tokens)
     if prefill_chunk is not None:
+        _require_count("prefill_chunk", prefill_chunk)
         options["prefill_chunk_size"] = prefill_chunk
     if options.get("return_dict_in_generate"):
         raise InputError(
@@ -73,3 +71,8 @@ def generate(
             input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options
         )
     return Output(sequences, session.stats)
+
+
+def _require_count(name: str, value: object) -> None:
+    if not is_int(value) or int(value) < 1:  # type: ignore[call-overload]
+        raise InputError(f"{name}={value!r} is not possible: an integer of at least 1")

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from ...config import Config
+from ...errors import ConfigError
 from . import guard
 from .session import Progress, Session
 from .vocabulary import boundary_tokens, find_tokenizer
@@ -46,9 +47,12 @@ def attach(
     Raises:
         UnsupportedError: the model's attention or cache cannot be served; also raised by
             `generate` for decoding modes such as beam search, always before the first token.
+        ConfigError: `config` is no Config.
         InputError: the tokenizer is not this model's, or the model is attached already.
     """
     config = Config.preset("default") if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
     boundary, note = None, ""
     if config.mode == "slow-fast" and config.triggers.boundary:

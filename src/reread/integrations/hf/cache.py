@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...attention import LayerState
-from ...errors import UnsupportedError
+from ...errors import InputError, UnsupportedError
 
 
 class RereadLayer(DynamicLayer):
@@ -71,6 +71,9 @@ class RereadLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         state = self.state
+        if state.kv.length:
+            _check_same(state.kv.keys, key_states)
+            _check_same(state.kv.values, value_states)
         state.kv.append(key_states, value_states)
         if not state.compact:
             state.compact = [None] * key_states.shape[0]
@@ -120,6 +123,17 @@ class RereadLayer(DynamicLayer):
         )
 
 
+def _check_same(cached: Tensor, new: Tensor) -> None:
+    """Refuse to append what cannot belong to the same model: [B, Hkv, T, D] must agree but in T."""
+    if cached.shape[:2] != new.shape[:2] or cached.shape[3] != new.shape[3]:
+        raise InputError(
+            f"the cache holds {tuple(cached.shape)} (batch, KV heads, tokens, head dim), the model "
+            f"brings {tuple(new.shape)}: it belongs to another model or batch"
+        )
+    if cached.dtype != new.dtype:
+        raise InputError(f"the cache holds {cached.dtype}, the model brings {new.dtype}")
+
+
 def sparse_layers(config: Any) -> tuple[int, ...]:
     """Indices of the layers that reread makes sparse: those whose cache is exactly a
     `DynamicLayer`.
@@ -150,6 +164,11 @@ def adopt(cache: Cache, config: Any, wanted: tuple[int, ...]) -> dict[int, Layer
         made = DynamicCache(config=config).layers
         cache.layers.extend(made[len(cache.layers) :])
         cache.layer_class_to_replicate = None
+    if cache.layers and len(cache.layers) != config.num_hidden_layers:
+        raise InputError(
+            f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}: "
+            "it belongs to another model"
+        )
     states = {}
     for i in wanted:
         layer = cache.layers[i]

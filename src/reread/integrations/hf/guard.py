@@ -136,6 +136,12 @@ def check_inputs(model: Any, ids: Any, mask: Any, cached: int) -> None:
         )
     if mask is not None:
         _check_mask(mask, ids, cached)
+    whole = mask is None or mask.shape[1] == ids.shape[1]
+    if cached and whole and ids.shape[1] <= cached:
+        raise InputError(
+            f"the cache holds {cached} tokens and input_ids only {ids.shape[1]}: pass the whole "
+            "conversation, or the new tokens with an attention_mask over old and new"
+        )
 
 
 def _check_mask(mask: Any, ids: Tensor, cached: int) -> None:

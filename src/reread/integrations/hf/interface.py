@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from .session import Session
 
 PREFIX = "reread_"
+
+
+@dataclass(slots=True)
+class _Claim:
+    config: Any  # keeps the object, and with it its id, alive
+    original: str | None
+    name: str
+    users: int
+
+
+_CLAIMS: dict[int, _Claim] = {}
 _USERS: Counter[str] = Counter()
 # attention module -> the session that its model is attached to
 SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
@@ -53,6 +65,30 @@ def unregister(name: str) -> None:
         del _USERS[name]
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
+
+
+def claim(config: Any) -> None:
+    """Put our name into a model's config; models may share one config object.
+
+    Call `release` with it once for every `claim`.
+    """
+    held = _CLAIMS.get(id(config))
+    if held is None:
+        original = config._attn_implementation
+        _CLAIMS[id(config)] = _Claim(config, original, register(original or "sdpa"), 1)
+        config._attn_implementation_internal = _CLAIMS[id(config)].name
+    else:
+        held.users += 1
+
+
+def release(config: Any) -> None:
+    """Undo one `claim`; the last one restores the config."""
+    held = _CLAIMS[id(config)]
+    held.users -= 1
+    if not held.users:
+        del _CLAIMS[id(config)]
+        config._attn_implementation_internal = held.original
+        unregister(held.name)
 
 
 def _attention_over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -107,16 +107,10 @@ class Observer(StoppingCriteria):
 
 
 def end_tokens(model: Any, given: dict[str, Any]) -> frozenset[int]:
-    """Token ids after which a row is over: end of sequence, and the padding that follows it."""
-    configs = [given.get("generation_config"), model.generation_config]
-    ids: set[int] = set()
-    for name in ("eos_token_id", "pad_token_id"):
-        value = given.get(name)
-        for config in configs:
-            value = getattr(config, name, None) if value is None else value
-        if value is None and name == "eos_token_id":
-            return frozenset()
-        if isinstance(value, Tensor):
-            value = value.flatten().tolist()
-        ids.update([value] if isinstance(value, int) else value or [])
-    return frozenset(ids)
+    """Token ids after which a row is over; padding is no sign, a model may write that token."""
+    value = given.get("eos_token_id")
+    for config in (given.get("generation_config"), model.generation_config):
+        value = getattr(config, "eos_token_id", None) if value is None else value
+    if isinstance(value, Tensor):
+        value = value.flatten().tolist()
+    return frozenset([value] if isinstance(value, int) else value or [])

@@ -79,11 +79,8 @@ class Session:
 
     def _attach(self) -> None:
         config, model = self._text_config, self.model
-        original = config._attn_implementation
-        name = interface.register(original or "sdpa")
-        self._undo.append(lambda: interface.unregister(name))
-        config._attn_implementation_internal = name
-        self._undo.append(lambda: setattr(config, "_attn_implementation_internal", original))
+        interface.claim(config)
+        self._undo.append(functools.partial(interface.release, config))
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 interface.SESSIONS[module] = self
@@ -113,20 +110,20 @@ class Session:
         **kwargs: Any,
     ) -> Any:
         """`model.generate`, with its arguments checked and each chosen token observed."""
-        given = _flat(inspect.signature(generate).bind(inputs, *args, **kwargs).arguments)
+        bound = inspect.signature(generate).bind(inputs, *args, **kwargs)
+        given = _flat(bound)
         guard.check_generation(self.model, given)
         ids = inputs if inputs is not None else given.get("input_ids")
         cache = given.get("cache", given.get("past_key_values"))
         past = cache.get_seq_length() if isinstance(cache, Cache) else 0
         guard.check_inputs(self.model, ids, given.get("attention_mask"), past)
-        given["stopping_criteria"] = StoppingCriteriaList(
-            [Observer(self._on_token), *(given.get("stopping_criteria") or [])]
-        )
+        stopping = [Observer(self._on_token), *(given.get("stopping_criteria") or [])]
+        _put(bound, "stopping_criteria", StoppingCriteriaList(stopping))
         prompt = 0 if ids is None else ids.shape[1]
         wanted = given.get("max_new_tokens") or 0
         self._recorder = Recorder(prompt, wanted, end_tokens(self.model, given))
         try:
-            return generate(**given)
+            return generate(*bound.args, **bound.kwargs)
         finally:
             self._finish()
 
@@ -164,7 +161,7 @@ class Session:
     # -- around each forward
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = _flat(self._signature.bind_partial(*args, **kwargs).arguments)
+        given = _flat(self._signature.bind_partial(*args, **kwargs))
         cache = given.get("cache", given.get("past_key_values"))
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if ids is not None else embeds
@@ -233,7 +230,22 @@ class Session:
             self._progress("prefill", done, max(done, self._recorder.prompt))
 
 
-def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+def _catch_all(signature: inspect.Signature) -> str | None:
+    """The name of the `**kwargs` parameter, if there is one."""
+    kinds = ((p.name, p.kind) for p in signature.parameters.values())
+    return next((name for name, kind in kinds if kind is inspect.Parameter.VAR_KEYWORD), None)
+
+
+def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Bound arguments with those of `**kwargs` beside the named ones."""
-    arguments = dict(arguments)
-    return {**arguments, **arguments.pop("kwargs", {})}
+    named = dict(bound.arguments)
+    return {**named, **named.pop(_catch_all(bound.signature) or "", {})}
+
+
+def _put(bound: inspect.BoundArguments, name: str, value: Any) -> None:
+    """Set one argument, wherever the signature takes it."""
+    rest = _catch_all(bound.signature)
+    if name in bound.signature.parameters or rest is None:
+        bound.arguments[name] = value
+    else:
+        bound.arguments[rest] = {**bound.arguments.get(rest, {}), name: value}

@@ -101,7 +101,9 @@ def decode_dense(
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
     on = work.always[: q.shape[0]] if active is None else active
-    programs = tuning.programs or work.programs
+    # with evidence there is more than loads to do, which a second program an SM hides
+    programs = tuning.programs or (work.programs if allowed is None else 2 * work.programs)
+    stages = tuning.stages if allowed is None else min(tuning.stages, 3)
     shape = _shape(q, kv)
     low, high = allowed or (kv.starts, kv.starts)
     evidence = allowed is not None
@@ -110,7 +112,7 @@ def decode_dense(
         q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths,
         on, work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
         BN=tuning.block, EVIDENCE=evidence, PRECISION=_precision(q),
-        num_warps=tuning.warps, num_stages=tuning.stages,
+        num_warps=tuning.warps, num_stages=stages,
     )  # fmt: skip
     _combine(q, kv, out, work, on, programs, 1, tuning.block, evidence, dense=True, sparse=False)
     return out, _evidence(q, kv, work, allowed, on) if allowed is not None else None

@@ -43,10 +43,8 @@ def candidates(z, key, keep, cuts, found, ROUND: tl.constexpr):
 
 
 @triton.jit
-def digit_of(z, key, ROUND: tl.constexpr):
+def digit_of(key, ROUND: tl.constexpr):
     """The bin of a score in one round; it grows with the key among the round's candidates."""
-    if ROUND == 0:
-        return coarse_bin(z)
     if ROUND == 1:
         return (key >> 21) + 1024
     if ROUND == 2:
@@ -55,14 +53,23 @@ def digit_of(z, key, ROUND: tl.constexpr):
 
 
 @triton.jit
-def threshold_bin(hist, wanted):
+def threshold_bin(hist, wanted, WIDTH: tl.constexpr):
     """The bin that holds the `wanted`-th largest entry, and how many of that bin are wanted."""
-    counts = tl.load(hist + tl.arange(0, BINS))
+    bins = tl.arange(0, WIDTH)
+    counts = tl.load(hist + bins)
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     found = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
-    here = tl.arange(0, BINS) == found
-    above = tl.sum(tl.where(here, at_least - counts, 0), 0)
+    above = tl.sum(tl.where(bins == found, at_least - counts, 0), 0)
     return found, wanted - above
+
+
+@triton.jit
+def count_coarse(hists, head, z, keep):
+    """Round 0 of one block: few bins, counted in the block first."""
+    counts = tl.histogram(coarse_bin(z), COARSE, mask=keep)
+    bins = tl.arange(0, COARSE)
+    to = hists + head * (ROUNDS * BINS) + bins
+    tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -72,8 +79,9 @@ def note_boundary(hists, cuts, k, ROUND: tl.constexpr):
     Noted in `cuts` [ROUNDS, 2] with how many candidates of that bin are wanted; every program of a
     head notes the same.
     """
+    WIDTH: tl.constexpr = COARSE if ROUND == 0 else BINS
     wanted = k if ROUND == 0 else tl.load(cuts + (ROUND - 1) * 2 + 1)
-    found, wanted = threshold_bin(hists + ROUND * BINS, wanted)
+    found, wanted = threshold_bin(hists + ROUND * BINS, wanted, WIDTH)
     if ROUND == 1:
         found = found - 1024
     if ROUND == 2:
@@ -101,19 +109,16 @@ def histogram_kernel(
     at = origin + tl.arange(0, BLOCK)
     keep = (at >= begin) & (at < end)
     z = tl.load(scores + head.to(tl.int64) * pitch + at, mask=keep, other=0.0)
+    if ROUND == 0:
+        count_coarse(hists, head, z, keep)
+        return
     key = ordered(z)
     hists += head * (ROUNDS * BINS)
     cuts += head * (ROUNDS * 2)
-    if ROUND > 0:
-        found = note_boundary(hists, cuts, tl.minimum(k, end - begin), ROUND - 1)
-        keep = candidates(z, key, keep, cuts, found, ROUND)
-    digit = digit_of(z, key, ROUND)
+    found = note_boundary(hists, cuts, tl.minimum(k, end - begin), ROUND - 1)
+    keep = candidates(z, key, keep, cuts, found, ROUND)
+    digit = digit_of(key, ROUND)
     hists += ROUND * BINS
-    if ROUND == 0:
-        counted = tl.histogram(digit, COARSE, mask=keep)
-        bins = tl.arange(0, COARSE)
-        tl.atomic_add(hists + bins, counted, mask=counted > 0, sem="relaxed")
-        return
     top = tl.max(tl.where(keep, digit, -1), 0)
     if top >= 0:
         if top == tl.min(tl.where(keep, digit, BINS), 0):

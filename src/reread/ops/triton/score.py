@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .radix import count_coarse
+
 
 @triton.jit
 def evidence_kernel(
@@ -134,12 +136,12 @@ def mixture(sums, clip, CHUNKS: tl.constexpr):
 
 @triton.jit
 def refine_kernel(
-    scores, prefix, suffix, pitch, low, high, active, alpha,
+    scores, prefix, suffix, hists, pitch, low, high, active, alpha,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, STRIDE: tl.constexpr,
-    HKV: tl.constexpr, NMS: tl.constexpr, BLOCK: tl.constexpr,
+    HKV: tl.constexpr, NMS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Maximum over [i - BEFORE, i + AFTER] within J; NMS: the score minus alpha times what it
-    lacks to that. In place.
+    lacks to that. In place. COUNT: also the first round of the top-K, for a launch less.
 
     STRIDE, the largest power of two in the window: two runs of that length, one from the window's
     begin and one to its end, cover it, and a run is the end of one group and the begin of the next.
@@ -169,6 +171,8 @@ def refine_kernel(
         z = tl.load(scores + row + at, mask=inside, other=0.0)
         best = z - alpha * tl.maximum(best - z, 0.0)
     tl.store(scores + row + at, best, mask=inside)
+    if COUNT:
+        count_coarse(hists, head, best, inside)
 
 
 @triton.jit

@@ -45,10 +45,17 @@ def select(
     rows, heads, width = mass.shape
     on = work.always[:rows] if active is None else active
     blocks = triton.cdiv(width, CHUNK)
-    plan = Plan((blocks, rows * heads), blocks * CHUNK, (low, high, on), before, after)
+    plan = Plan(
+        (blocks, rows * heads),
+        blocks * CHUNK,
+        (low, high, on),
+        before,
+        after,
+        config.alpha_cross > 0,
+    )
     work.require_scores(rows * heads * plan.pitch)
     scores = _log_scores(mass, norms, plan, config, work)
-    _top_k(_refine(*scores, heads, plan, config), heads, plan, work, indices, counts)
+    _top_k(_refine(*scores, heads, plan, config, work), heads, plan, work, indices, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,17 @@ class Plan:
     span: tuple[Tensor, Tensor, Tensor]
     before: int
     after: int
+    cross: bool
 
     @property
     def stride(self) -> int:
         """Largest power of two in the window."""
         return 1 << ((self.before + self.after + 1).bit_length() - 1)
+
+    @property
+    def counted(self) -> bool:
+        """Whether refinement comes last, and so does the top-K's first round too."""
+        return self.stride > 1 and not self.cross
 
 
 def _window(config: SelectorConfig) -> tuple[int, int]:
@@ -107,18 +120,24 @@ def _log_scores(
 
 
 def _refine(
-    scores: Tensor, prefix: Tensor, suffix: Tensor, heads: int, plan: Plan, config: SelectorConfig
+    scores: Tensor,
+    prefix: Tensor,
+    suffix: Tensor,
+    heads: int,
+    plan: Plan,
+    config: SelectorConfig,
+    work: Workspace,
 ) -> Tensor:
     """Returns the tensor that holds the refined scores."""
     if plan.stride > 1:
         nms = config.refine if isinstance(config.refine, SoftNMS) else None
         # a fused multiply-add would round once where the reference rounds twice
         score.refine_kernel[plan.grid](
-            scores, prefix, suffix, plan.pitch, *plan.span, nms.alpha if nms else 0.0,
+            scores, prefix, suffix, work.hists, plan.pitch, *plan.span, nms.alpha if nms else 0.0,
             BEFORE=plan.before, AFTER=plan.after, STRIDE=plan.stride,
-            HKV=heads, NMS=nms is not None, BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
+            HKV=heads, NMS=nms is not None, COUNT=plan.counted, BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-    if config.alpha_cross > 0:
+    if plan.cross:
         padded, block = triton.next_power_of_2(heads), 256
         rows = plan.grid[1] // heads
         score.cross_head_kernel[(plan.pitch // block, rows)](
@@ -134,7 +153,7 @@ def _top_k(
     scores: Tensor, heads: int, plan: Plan, work: Workspace, indices: Tensor, counts: Tensor
 ) -> None:
     k, span = indices.shape[2], (plan.pitch, *plan.span)
-    for turn in range(ROUNDS):
+    for turn in range(1 if plan.counted else 0, ROUNDS):
         radix.histogram_kernel[plan.grid](
             scores, work.hists, work.cuts, *span, k,
             HKV=heads, ROUND=turn, BLOCK=CHUNK, num_warps=8,

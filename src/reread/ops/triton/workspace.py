@@ -97,7 +97,7 @@ class Workspace:
         self.programs = self.programs or multiprocessors(self.device)
         tiles = self.rows * self.kv_heads
         group = self.heads // self.kv_heads
-        slots = self.programs + tiles + tiles * self.max_splits
+        slots = 2 * self.programs + tiles + tiles * self.max_splits
         self.parts = self._fp32(slots, group, self.dim)
         self.sums = self._fp32(slots, 4, 16)
         self.always = torch.ones(self.rows, dtype=torch.int32, device=self.device)
