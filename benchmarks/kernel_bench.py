@@ -132,7 +132,7 @@ class Bench:
         return {**row, **more, **timed, "roofline": floor / timed["us"]}
 
 
-def provenance(bandwidth: float) -> Record:
+def provenance(bandwidth: float, commit: str = "") -> Record:
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
         return done.stdout.strip()
@@ -146,7 +146,7 @@ def provenance(bandwidth: float) -> Record:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
-        "commit": git("rev-parse", "HEAD"),
+        "commit": commit or git("rev-parse", "--verify", "--quiet", "HEAD") or "unknown",
         "changed_files": git("status", "--short").splitlines(),
         "copy_bandwidth": bandwidth,
         "heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": "bfloat16", "sink": SINK,

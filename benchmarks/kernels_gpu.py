@@ -240,12 +240,15 @@ def line(r: Record) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", default="", help="for a copy of the tree without its history")
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; floors below are bytes over this")
     records = measure(make_pool(), bandwidth)
     if args.json:
-        args.json.write_text(json.dumps({**provenance(bandwidth), "records": records}, indent=1))
+        args.json.write_text(
+            json.dumps({**provenance(bandwidth, args.commit), "records": records}, indent=1)
+        )
     for record in records:
         print(line(record))
 

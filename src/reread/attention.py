@@ -68,12 +68,14 @@ class LayerState:
             invalidated.
         tail: the last W queries of the prefill, [B, H, <= W, D], evidence for a selection without
             a slow step.
+        tail_positions: int64 [B, <= W], where those queries stand in the cache, -1 for padding.
         tail_end: cached columns when the tail was taken.
     """
 
     kv: GrowingKV = field(default_factory=GrowingKV)
     compact: list[CompactKV | None] = field(default_factory=list)
     tail: Tensor | None = None
+    tail_positions: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
     tail_end: int = 0
 
     def invalidate(self) -> None:
@@ -81,17 +83,25 @@ class LayerState:
         self.compact = [None] * len(self.compact)
         self.tail, self.tail_end = None, 0
 
-    def remember_tail(self, q: Tensor, width: int) -> None:
-        """Keep the newest `width` prefill queries q [B, H, T, D] (after RoPE), whatever the size
-        of the chunks."""
-        tail = q[:, :, -width:]
-        if (
-            self.tail is not None
-            and self.tail_end == self.kv.length - q.shape[2]
-            and tail.shape[2] < width
-        ):
-            tail = torch.cat([self.tail[:, :, -(width - tail.shape[2]) :], tail], dim=2)
-        self.tail = tail.clone()
+    def remember_tail(self, q: Tensor, width: int, exist: Tensor | None = None) -> None:
+        """Keep each row's newest `width` prefill queries, whatever the chunks and the padding.
+
+        Args:
+            q: [B, H, T, D] after RoPE; exist: bool [B, T], False for padding (None: no padding).
+        """
+        rows, new = q.shape[0], q.shape[2]
+        start = self.kv.length - new
+        positions = torch.arange(start, start + new).expand(rows, -1)
+        if exist is not None:
+            positions = positions.where(exist.cpu(), -1)
+        if self.tail is not None and self.tail_end == start:
+            q = torch.cat([self.tail, q], dim=2)
+            positions = torch.cat([self.tail_positions, positions], dim=1)
+        # newest last; padding moves to the front and drops out
+        order = (positions >= 0).long().argsort(dim=1, stable=True)[:, -width:]
+        columns = order.to(q.device)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+        self.tail = q.gather(2, columns)
+        self.tail_positions = positions.gather(1, order)
         self.tail_end = self.kv.length
 
     def can_select(self, row: int) -> bool:
@@ -150,7 +160,7 @@ def _fast(
 def _slow(
     state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
 ) -> Tensor:
-    allowed = allowed_span(row.starts[0], row.lengths[0], config)
+    allowed = allowed_span(row, config)
     out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed]))
     assert mass is not None
     state.compact[b] = _refresh(state, b, row, mass, allowed, config)
@@ -161,7 +171,7 @@ def _select_from_tail(
     state: LayerState, b: int, row: KVView, config: Config, scale: float
 ) -> CompactKV:
     assert state.tail is not None, "a fast step needs a selection or the prefill's tail"
-    end, width = state.tail_end, state.tail.shape[2]
+    end = state.tail_end
     before = KVView(
         row.k[:, :, :end],
         row.v[:, :, :end],
@@ -169,16 +179,11 @@ def _select_from_tail(
         (end,),
         None if row.valid is None else row.valid[:, :end],
     )
-    positions = range(end - width, end)
-    real = [
-        p if p >= row.starts[0] and (row.valid is None or bool(row.valid[0, p])) else -1
-        for p in positions
-    ]
-    allowed = allowed_span(row.starts[0], end, config)
+    allowed = allowed_span(before, config)
     mass = ops.tail_evidence(
         state.tail[b : b + 1],
         before,
-        [real],
+        [state.tail_positions[b].tolist()],
         scale=scale,
         allowed=[allowed],
         alpha=config.selector.alpha,
@@ -186,11 +191,21 @@ def _select_from_tail(
     return _refresh(state, b, before, mass, allowed, config)
 
 
-def allowed_span(start: int, length: int, config: Config) -> tuple[int, int]:
-    """J = [low, high): all positions but the sink and the recent window (the current token is in
-    the window)."""
-    low = start + config.sink
-    return low, max(low, length - config.recent)
+def allowed_span(row: KVView, config: Config) -> tuple[int, int]:
+    """J = [low, high) of one row: all positions but its sink and its recent window.
+
+    Sink and window are counted over the positions that exist, so padding between two turns takes
+    no place in them. The current token is in the window.
+    """
+    start, length = row.starts[0], row.lengths[0]
+    if row.valid is None:
+        low = start + config.sink
+        return low, max(low, length - config.recent)
+    exist = row.valid[0, :length].nonzero().flatten()
+    count = exist.numel()
+    low = int(exist[config.sink]) if count > config.sink else length
+    high = int(exist[count - config.recent]) if count > config.recent else start
+    return low, max(low, high)
 
 
 def _refresh(
@@ -208,9 +223,9 @@ def _refresh(
         low,
         None if row.valid is None else row.valid[0, span],
     )
-    kept = (
-        int(counts[0]) if counts.numel() else 0
-    )  # validity is per row, so all KV heads keep equally many
+    # validity is per row, so all KV heads keep equally many
+    kept = int(counts[0]) if counts.numel() else 0
     room = config.triggers.t_max or DEFAULT_ROOM
     window_start = min(high, row.lengths[0])  # a row shorter than the sink has no window
-    return CompactKV(row, indices[:, :kept].long(), window_start, config.sink, room)
+    sink = low - row.starts[0]
+    return CompactKV(row, indices[:, :kept].long(), window_start, sink, room)

@@ -262,6 +262,37 @@ def test_a_model_whose_attention_is_out_of_reach_is_refused_before_the_first_tok
         net.generate(prompt(20), max_new_tokens=4, do_sample=False, streamer=NoToken())
 
 
+def randomised(arch: tiny.Arch, part: str) -> Any:
+    """A model whose parameters named `part`, which start at a neutral value, are drawn anew."""
+    net = tiny.build(arch)
+    with torch.no_grad():
+        for path, parameter in net.named_parameters():
+            if part in path:
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("arch", "part"),
+    [
+        # rearranges the values of two heads between the cache and attention
+        (tiny.Arch("diffllama"), "lambda"),
+        # adds a learned bias to the attention mask
+        (tiny.Arch("doge"), "self_attn.A"),
+        # caches a compressed key and expands it for attention
+        (tiny.Arch("deepseek_v3", tiny.MLA), "q_a_layernorm"),
+    ],
+    ids=["diffllama", "doge", "deepseek-v3"],
+)
+def test_attention_that_does_more_than_softmax_over_the_cache_is_refused(
+    arch: tiny.Arch, part: str
+) -> None:
+    """Each of these goes through the attention interface, and would come out silently wrong."""
+    net, streamer = randomised(arch, part), NoToken()
+    with reread.attach(net, sparse()), pytest.raises(UnsupportedError):
+        net.generate(prompt(60), max_new_tokens=6, do_sample=False, streamer=streamer)
+
+
 # ---- numbers
 
 

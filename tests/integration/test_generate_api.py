@@ -452,15 +452,18 @@ def test_a_cache_made_under_attach_continues_densely_outside(llama: Any) -> None
 
 
 @pytest.mark.parametrize("with_config", [True, False])
-def test_a_cache_made_outside_continues_under_attach(with_config: bool, llama: Any) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cache_made_outside_continues_under_attach(name: str, with_config: bool) -> None:
+    net = model(name)
+
     def turn(under: bool) -> Tensor:
-        cache = DynamicCache(config=llama.config) if with_config else DynamicCache()
-        one = llama.generate(prompt(80), max_new_tokens=12, do_sample=False, **{CACHE: cache})
+        cache = DynamicCache(config=net.config) if with_config else DynamicCache()
+        one = net.generate(prompt(80), max_new_tokens=12, do_sample=False, **{CACHE: cache})
         longer = torch.cat([one, prompt(9, seed=8)], 1)
         if not under:
-            return llama.generate(longer, max_new_tokens=NEW, do_sample=False, **{CACHE: cache})
+            return net.generate(longer, max_new_tokens=NEW, do_sample=False, **{CACHE: cache})
         out = reread.generate(
-            llama,
+            net,
             longer,
             config=select_everything(),
             max_new_tokens=NEW,

@@ -72,11 +72,8 @@ def position_prior(
     return torch.softmax(-beta * u.pow(p) + eta * torch.log(1.0 - u + eps), dim=-1)
 
 
-def prior(norms: Tensor, config: SelectorConfig, valid: Tensor | None = None) -> Tensor:
-    """Step 3: r proportional to pi_kn * pi_pos over J.
-
-    Args:
-        norms: [Hkv, n]; valid: bool [n], positions that exist (None: all).
+def prior(norms: Tensor, config: SelectorConfig) -> Tensor:
+    """Step 3: r proportional to pi_kn * pi_pos over J. norms: [Hkv, n].
 
     Returns:
         r, fp32 [Hkv, n], each head's row sums to 1.
@@ -84,8 +81,7 @@ def prior(norms: Tensor, config: SelectorConfig, valid: Tensor | None = None) ->
     positions = position_prior(
         norms.shape[-1], config.beta, config.p, config.eta, config.eps, norms.device
     )
-    r = key_norm_prior(norms, config.gamma, config.eps) * positions
-    return normalise(r if valid is None else r * valid)
+    return normalise(key_norm_prior(norms, config.gamma, config.eps) * positions)
 
 
 def mixing_weight(f: Tensor, r: Tensor, lambda_clip: float) -> Tensor:
@@ -193,33 +189,28 @@ def _lowest_ties(
     return above | (rank <= (width - taken)[heads])
 
 
-def scores(
-    f: Tensor, norms: Tensor | None, config: SelectorConfig, valid: Tensor | None = None
-) -> Tensor:
+def scores(f: Tensor, norms: Tensor | None, config: SelectorConfig) -> Tensor:
     """Steps 3 to 6: from evidence to refined log-scores.
 
     Args:
-        f: fp32 [Hkv, n] evidence; norms: [Hkv, n] key norms, needed where `config.lambda_clip` > 0;
-        valid: bool [n], positions that exist (None: all).
+        f: fp32 [Hkv, n] evidence; norms: [Hkv, n] key norms, needed where `config.lambda_clip` > 0.
 
     Returns:
-        z, fp32 [Hkv, n], -inf where invalid.
+        z, fp32 [Hkv, n].
     """
     s = f
     if config.lambda_clip > 0:
         assert norms is not None, "the prior needs key norms"
-        r = prior(norms, config, valid)
+        r = prior(norms, config)
         s = fuse(f, r, mixing_weight(f, r, config.lambda_clip))
     z = torch.log(s + config.eps)
-    if valid is not None:
-        z = z.masked_fill(~valid, NEG_INF)
     if isinstance(config.refine, SoftNMS):
         z = soft_nms(z, config.refine)
     elif isinstance(config.refine, Span):
         z = spread(z, config.refine)
     if config.alpha_cross > 0:
         z = cross_head(z, config.alpha_cross, config.temperature, config.eps)
-    return z if valid is None else z.masked_fill(~valid, NEG_INF)
+    return z
 
 
 def select(
@@ -234,11 +225,20 @@ def select(
     step.
 
     Args:
-        f, norms, valid: as for `scores`; offset: cache position of the first element of J.
+        f: fp32 [Hkv, n] evidence; norms: [Hkv, n] key norms or None, as for `scores`.
+        offset: cache position of the first element of J.
+        valid: bool [n], positions that exist (None: all). The others are taken out before anything
+            is computed: neighbours are neighbours in the text, not in the cache.
 
     Returns:
         indices int32 [Hkv, min(k, n)] cache positions, ascending, padded with -1; counts int32
-        [Hkv].
+            [Hkv].
     """
-    indices, counts = top_k(scores(f, norms, config, valid), k)
-    return torch.where(indices >= 0, indices + offset, indices), counts
+    if valid is None:
+        indices, counts = top_k(scores(f, norms, config), k)
+        return torch.where(indices >= 0, indices + offset, indices), counts
+    exist = valid.nonzero().flatten()
+    norms = None if norms is None else norms[:, exist]
+    indices, counts = top_k(scores(normalise(f[:, exist]), norms, config), k)
+    positions = exist.to(torch.int32) + offset
+    return torch.where(indices >= 0, positions[indices.clamp(min=0).long()], indices), counts

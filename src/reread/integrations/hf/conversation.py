@@ -109,3 +109,14 @@ def spans(mask: Any, rows: int, length: int) -> tuple[tuple[int, ...], Tensor | 
     starts = valid.int().argmax(dim=1)
     filled = valid.sum(dim=1) == length - starts
     return tuple(starts.tolist()), None if bool(filled.all()) else valid
+
+
+def queries_that_exist(mask: Any, new: int) -> Tensor | None:
+    """Which of a prefill's `new` columns are text, bool [B, new]; None if all are.
+
+    A mask of another form than [batch, tokens] concerns the prefill alone, which is the model's own.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    exist = mask[:, -new:] != 0
+    return None if bool(exist.all()) else exist

@@ -62,13 +62,25 @@ class Recorder:
         self._controllers.setdefault(id(controller), (controller, controller.reasons.copy()))
         return tuple(not done for done in self._finished) or (True,) * rows
 
+    def full_step(self, rows: int, new: int) -> None:
+        """A forward of a model without sparse layers; it is a decode step if decoding began."""
+        if not self.decoding or new != 1:
+            return
+        if not self.meter.runs:
+            self.meter = Meter.of(rows)
+        self.steps += 1
+        finished = self._finished or [False] * rows
+        for row, done in enumerate(finished):
+            if not done:
+                self.meter.add(row, StepKind.FULL, 1, 1)
+
     def stats(
         self, config: Config, backend: str, layers: int, total: int, notes: list[str]
     ) -> Stats:
         """What has been counted since the recorder was made."""
         ended = time.perf_counter()
         first = ended if self._first_token is None else self._first_token
-        steps = {k: [runs[k] // layers for runs in self.meter.runs] for k in StepKind}
+        steps = {k: [runs[k] // max(1, layers) for runs in self.meter.runs] for k in StepKind}
         reasons: Counter[str] = Counter()
         for controller, before in self._controllers.values():
             reasons += controller.reasons - before

@@ -21,18 +21,28 @@ from ...policy.trigger import entropy
 from ...stats import Stats
 from . import guard, interface
 from .cache import sparse_layers
-from .conversation import Conversation, Conversations
+from .conversation import Conversation, Conversations, queries_that_exist
 from .recorder import Observer, Recorder, end_tokens
 
+NO_LAYERS = (
+    "the model has no full-attention layer, so there is nothing to make sparse: it decodes as "
+    "without reread"
+)
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(slots=True)
 class Call:
-    """The forward pass that is running. plan is None in a prefill."""
+    """The forward pass that is running.
+
+    Attributes:
+        plan: of a decode step; None in a prefill.
+        exist: bool [B, T] of a prefill's queries, False for padding; None: no padding.
+    """
 
     conversation: Conversation
     plan: StepPlan | None
+    exist: Tensor | None = None
     intercepted: set[int] = field(default_factory=set)
 
 
@@ -50,10 +60,10 @@ class Session:
         self.model = model
         self.config = config
         self.stats = Stats()
-        self.notes: list[str] = []
         self._progress = progress
         self._text_config = model.config.get_text_config(decoder=True)
         self._layers = sparse_layers(self._text_config)
+        self.notes = [] if self._layers else [NO_LAYERS]
         self._conversations = Conversations(config, self._text_config, self._layers, boundary)
         self._recorder = Recorder(0, 0, frozenset())
         self._call: Call | None = None
@@ -65,8 +75,6 @@ class Session:
         name = type(self.model).__name__
         if any(module in interface.SESSIONS for module in self.model.modules()):
             raise InputError(f"{name} is attached already: leave that session first")
-        if not self._layers:
-            raise UnsupportedError(f"{name} has no full-attention layer: nothing to make sparse")
         try:
             self._attach()
         except BaseException:
@@ -169,6 +177,9 @@ class Session:
         if cache is None or tokens is None:
             return
         rows, new = tokens.shape[:2]
+        if not self._layers:
+            self._recorder.full_step(rows, new)
+            return
         conversation, recorder = self._conversations.of(cache, rows), self._recorder
         if recorder.decoding and new == 1 and conversation.length:
             counted = recorder.begin_step(conversation.controller, rows)
@@ -177,7 +188,7 @@ class Session:
             return
         known = recorder.prompt + recorder.wanted if recorder.wanted else 0
         conversation.prepare_prefill(max(known, conversation.length + new))
-        self._call = Call(conversation, None)
+        self._call = Call(conversation, None, queries_that_exist(given.get("attention_mask"), new))
 
     def attend(
         self,
@@ -198,7 +209,7 @@ class Session:
             raise UnsupportedError(f"{name} changes keys between cache and attention: unsupported")
         call.intercepted.add(int(layer))  # type: ignore[arg-type]
         if call.plan is None:
-            state.remember_tail(query, self.config.selector.tail_queries)
+            state.remember_tail(query, self.config.selector.tail_queries, call.exist)
             return None
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -38,9 +38,7 @@ def select(
         active: int32 [B], 0 = leave the row alone; None: all rows.
         norms: fp32 [B, Hkv, L] key norms, needed where `config.lambda_clip` > 0.
     """
-    assert mass.is_contiguous()
-    assert indices.is_contiguous()
-    assert counts.is_contiguous()
+    assert all(x.is_contiguous() for x in (mass, indices, counts))
     before, after = _window(config)
     rows, heads, width = mass.shape
     on = work.always[:rows] if active is None else active
@@ -135,7 +133,8 @@ def _refine(
         score.refine_kernel[plan.grid](
             scores, prefix, suffix, work.hists, plan.pitch, *plan.span, nms.alpha if nms else 0.0,
             BEFORE=plan.before, AFTER=plan.after, STRIDE=plan.stride,
-            HKV=heads, NMS=nms is not None, COUNT=plan.counted, BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
+            HKV=heads, NMS=nms is not None, COUNT=plan.counted, BLOCK=CHUNK,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     if plan.cross:
         padded, block = triton.next_power_of_2(heads), 256
