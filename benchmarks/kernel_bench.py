@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from reread.evaluation import provenance as evaluation
 from reread.ops import triton as kernels
 from reread.ops.triton import decode
 
@@ -133,26 +132,29 @@ class Bench:
 
 
 def provenance(bandwidth: float, commit: str = "") -> Record:
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name,
-        "sms": properties.multi_processor_count,
-        "torch": torch.__version__,
+    """Where the numbers come from, beside what the project's own `provenance` tells."""
+    known = evaluation.provenance(DEVICE)
+    known["versions"] |= {
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "python": platform.python_version(),
-        "commit": commit or git("rev-parse", "--verify", "--quiet", "HEAD") or "unknown",
-        "changed_files": git("status", "--short").splitlines(),
+    }
+    return {
+        **known,
+        "commit": commit or known["commit"],
         "copy_bandwidth": bandwidth,
-        "heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": "bfloat16", "sink": SINK,
-        "tuning": {"dense": dataclasses.asdict(decode.DENSE),
-        "sparse": dataclasses.asdict(decode.SPARSE)},
-    }  # fmt: skip
+        "config": {
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "dim": DIM,
+            "dtype": "bfloat16",
+            "sink": SINK,
+            "tuning": {
+                "dense": dataclasses.asdict(decode.DENSE),
+                "sparse": dataclasses.asdict(decode.SPARSE),
+            },
+        },
+    }
 
 
 def make_pool() -> Tensor:

@@ -114,7 +114,7 @@ def spans(mask: Any, rows: int, length: int) -> tuple[tuple[int, ...], Tensor | 
 def queries_that_exist(mask: Any, new: int) -> Tensor | None:
     """Which of a prefill's `new` columns are text, bool [B, new]; None if all are.
 
-    A mask of another form than [batch, tokens] concerns the prefill alone, which is the model's own.
+    A mask of another form concerns the prefill alone, which is the model's own.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
