@@ -12,8 +12,8 @@ model, tokenizer = loaded.model, loaded.tokenizer
 cache = DynamicCache(config=model.config)
 
 torch.manual_seed(0)
-with reread.attach(model, reread.Config(k=128, recent=64), tokenizer=tokenizer) as session:
-    ids = tokenizer("The history of reading began when ", return_tensors="pt").input_ids
+with reread.attach(model, reread.Config(k=16, recent=16), tokenizer=tokenizer) as session:
+    ids = tokenizer("The history of reading began when " * 12, return_tensors="pt").input_ids
     for _turn in range(2):
         ids = model.generate(
             ids,
@@ -24,4 +24,5 @@ with reread.attach(model, reread.Config(k=128, recent=64), tokenizer=tokenizer) 
         )
         more = tokenizer(" Later, ", return_tensors="pt", add_special_tokens=False).input_ids
         ids = torch.cat([ids, more], dim=1)
-    print(session.stats.slow_steps, session.stats.fast_steps, session.stats.full_steps)
+    stats = session.stats
+print(f"{stats.fast_steps[0]} fast steps, {stats.slow_steps[0]} slow ones in the last turn")

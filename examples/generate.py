@@ -4,7 +4,7 @@ import reread
 from reread.integrations.hf.load import load
 
 loaded = load("smollm2")
-text = (reread.Config.__doc__ or "") * 8
+text = (reread.Config.__doc__ or "") * 3
 ids = loaded.tokenizer(text, return_tensors="pt").input_ids
 
 config = reread.Config.preset("default").updated({"k": 128, "recent": 64})
