@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -17,10 +17,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from .session import Session
-
 PREFIX = "reread_"
+
+
+class Attends(Protocol):
+    """What an attached model's attention is handed to: a `Session`."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """One layer's attention [B, T, H, Dv], or None where the model's own has to run."""
+        ...
 
 
 @dataclass(slots=True)
@@ -34,7 +41,7 @@ class _Claim:
 _CLAIMS: dict[int, _Claim] = {}
 _USERS: Counter[str] = Counter()
 # attention module -> the session that its model is attached to
-SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+SESSIONS: WeakKeyDictionary[nn.Module, Attends] = WeakKeyDictionary()
 
 
 def register(original: str) -> str:
