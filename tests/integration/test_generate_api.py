@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor
@@ -505,26 +508,24 @@ def test_cropping_the_cache_takes_the_last_answer_back(llama: Any) -> None:
 # ---- loops of one's own
 
 
-@torch.no_grad()
-def test_a_loop_of_ones_own_gives_what_generate_gives(llama: Any) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_loop_of_ones_own_gives_what_generate_gives(grad: bool, llama: Any) -> None:
+    """With gradients as well: nobody is told that a loop around a model needs `no_grad`."""
     ids, config = prompt(90), sparse()
     want, stats = ours(llama, ids, config)
-    with reread.attach(llama, config) as session:
-        cache = tiny.prefilled(llama, ids[:, :-1])
-        out = llama(
-            ids[:, -1:], use_cache=True, **{CACHE: cache}
-        )  # one token, but still the prompt
+    with reread.attach(llama, config) as session, torch.set_grad_enabled(grad):
+        cache = DynamicCache(config=llama.config)
+        llama(ids[:, :-1], use_cache=True, **{CACHE: cache})
+        out = llama(ids[:, -1:], use_cache=True, **{CACHE: cache})  # one token, yet the prompt's
         tokens = [int(out.logits[0, -1].argmax())]
         with session.decoding():
             for _ in range(NEW - 1):
                 out = llama(torch.tensor([[tokens[-1]]]), use_cache=True, **{CACHE: cache})
                 tokens.append(int(out.logits[0, -1].argmax()))
-        assert tokens == want[0].tolist()
-        assert (session.stats.slow_steps, session.stats.fast_steps) == (
-            stats.slow_steps,
-            stats.fast_steps,
-        )
-        assert session.stats.decode_steps == NEW - 1
+    assert tokens == want[0].tolist()
+    assert session.stats.slow_steps == stats.slow_steps
+    assert session.stats.fast_steps == stats.fast_steps
+    assert session.stats.decode_steps == NEW - 1
 
 
 @torch.no_grad()
@@ -546,6 +547,57 @@ def test_a_forward_without_a_cache_is_plain_dense_attention(llama: Any) -> None:
         assert torch.equal(llama(ids, use_cache=False).logits, dense)
         with session.decoding():
             assert torch.equal(llama(ids, use_cache=False).logits, dense)
+
+
+# ---- around the model
+
+
+def test_weights_that_are_moved_to_the_device_when_needed_keep_working(llama: Any) -> None:
+    """What `device_map` does to a model: hooks that replace every module's forward."""
+    net = copy.deepcopy(llama)
+    accelerate.cpu_offload(net, execution_device=torch.device("cpu"))
+    assert (
+        ours(net, prompt(90), sparse())[0].tolist() == ours(llama, prompt(90), sparse())[0].tolist()
+    )
+
+
+def test_a_cache_from_inference_mode_continues_outside_of_it(llama: Any) -> None:
+    texts = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with reread.attach(llama, sparse()):
+            with mode():
+                one = llama.generate(
+                    prompt(80), max_new_tokens=8, do_sample=False, return_dict_in_generate=True
+                )
+            longer = torch.cat([one.sequences, prompt(9)], 1)
+            two = llama.generate(
+                longer, max_new_tokens=NEW, do_sample=False, **{CACHE: cache_of(one)}
+            )
+        texts.append(two.tolist())
+    assert texts[0] == texts[1]
+
+
+def test_a_copied_cache_is_a_conversation_of_its_own(llama: Any) -> None:
+    with reread.attach(llama, sparse()):
+        one = llama.generate(
+            prompt(80), max_new_tokens=8, do_sample=False, return_dict_in_generate=True
+        )
+        fork = copy.deepcopy(cache_of(one))
+        longer = torch.cat([one.sequences, prompt(9)], 1)
+        texts = [
+            llama.generate(longer, max_new_tokens=NEW, do_sample=False, **{CACHE: cache})
+            for cache in (fork, cache_of(one))
+        ]
+    assert torch.equal(*texts)
+
+
+def test_two_models_decode_in_two_threads() -> None:
+    nets = [model("llama"), model("qwen3")]
+    want = [ours(net, prompt(80), sparse())[0].tolist() for net in nets]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            got = list(pool.map(lambda net: ours(net, prompt(80), sparse())[0].tolist(), nets))
+            assert got == want
 
 
 # ---- stats
@@ -632,7 +684,7 @@ def test_one_new_token_needs_no_decode_step(llama: Any) -> None:
     assert got.tolist() == tiny.stock(llama, prompt(60), new=1).tolist()
     assert stats.decode_steps == 0
     assert stats.keys_read_share == 1.0
-    assert sum(stats.slow_steps + stats.fast_steps + stats.full_steps) == 0
+    assert stats.slow_steps == stats.fast_steps == stats.full_steps == [0]
 
 
 def test_without_a_tokenizer_the_boundary_trigger_is_reported_as_off(llama: Any) -> None:
