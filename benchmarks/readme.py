@@ -66,10 +66,17 @@ def decode_cpu() -> str:
 
 
 def needle() -> str:
-    """Share of answer words right by kind of question."""
-    head = ("variant", "code", "note", "chain", "slow steps")
+    """Share of answer words right by length and kind of question."""
+    kinds = ("code", "note", "chain")
+    head = ("variant", *(f"{kind}, {n}" for n in ("4K", "16K") for kind in kinds), "slow steps")
+    longer = {row["variant"]: row for row in load("needle_16k")["rows"]}
     rows = [
-        (row["variant"], *(f"{row[k]:.3f}" for k in ("code", "note", "chain", "slow_rate")))
+        (
+            row["variant"],
+            *(f"{row[kind]:.2f}" for kind in kinds),
+            *(f"{longer[row['variant']][kind]:.2f}" for kind in kinds),
+            f"{row['slow_rate']:.2f}",
+        )
         for row in load("needle")["rows"]
     ]
     return table(head, rows)
