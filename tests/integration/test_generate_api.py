@@ -529,6 +529,24 @@ def test_a_loop_of_ones_own_gives_what_generate_gives(grad: bool, llama: Any) ->
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("removed", [1, 3])
+def test_cropping_between_two_steps_forgets_what_was_chosen(removed: int, llama: Any) -> None:
+    """What a loop does that takes tokens back: the next step must not read the ones it removed."""
+    ids = prompt(90)
+    with reread.attach(llama, sparse(t_max=None)) as session, session.decoding():
+        cache = DynamicCache(config=llama.config)
+        llama(ids, use_cache=True, **{CACHE: cache})
+        for token in (7, 8, 9, 10):
+            llama(torch.tensor([[token]]), use_cache=True, **{CACHE: cache})
+        cache.crop(-removed)
+        plain = as_plain(cache, llama)
+        got = llama(torch.tensor([[11]]), use_cache=True, **{CACHE: cache}).logits
+    want = llama(torch.tensor([[11]]), use_cache=True, **{CACHE: plain}).logits
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert session.stats.slow_steps == [2]
+
+
+@torch.no_grad()
 def test_forwards_outside_decoding_are_prefill_even_token_by_token(llama: Any) -> None:
     ids = prompt(90)
     dense = llama(ids).logits
