@@ -12,7 +12,6 @@ three links.
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from transformers import DynamicCache
 from ..config import Config
 from ..errors import InputError
 from ..integrations.hf.attach import attach
+from ..integrations.hf.cache import cache_keyword
 
 Kind = Literal["code", "note", "chain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -185,8 +185,7 @@ def evaluate(
 ) -> dict[str, dict[Kind, Result]]:
     """Greedy answers to every question, by config and kind; texts are read once, as one batch."""
     base = _ids(model, tokenizer, [text.words for text in texts])
-    given = inspect.signature(model.forward).parameters
-    keyword = "cache" if "cache" in given else "past_key_values"  # "cache" since transformers 5.24
+    keyword = cache_keyword(model)
     cache = DynamicCache(config=model.config)
     for piece in torch.split(base, PREFILL_CHUNK, dim=1):
         model(piece, use_cache=True, logits_to_keep=1, **{keyword: cache})
