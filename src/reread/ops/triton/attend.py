@@ -155,6 +155,7 @@ def dense_kernel(
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
     EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Dense rows alone: the whole grid shares the pieces of the active rows."""
     dense_run(
         tl.program_id(0), tl.num_programs(0), q, k, v, k_row, k_head, k_step, v_row, v_head,
         v_step, parts, sums,
@@ -170,6 +171,7 @@ def sparse_kernel(
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
     DIRECT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Sparse rows alone: `splits` programs for each row and KV head."""
     pid = tl.program_id(0)
     tile = pid // splits
     on = tl.load(active + tile // HKV) != 0

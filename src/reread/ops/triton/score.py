@@ -75,6 +75,7 @@ def log_score_kernel(
 
 @triton.jit
 def larger(a, b):
+    """The combining function of a running maximum."""
     return tl.maximum(a, b)
 
 
@@ -177,6 +178,7 @@ def refine_kernel(
 
 @triton.jit
 def load_between(values, at, first, last):
+    """values[at], minus infinity outside [first, last)."""
     return tl.load(values + at, mask=(at >= first) & (at < last), other=float("-inf"))
 
 
