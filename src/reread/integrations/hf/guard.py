@@ -50,6 +50,9 @@ def check_attention_call(name: str, kwargs: dict[str, Any]) -> None:
     for term in ("s_aux", "softcap", "position_bias", "head_mask"):
         if kwargs.get(term) is not None:
             raise UnsupportedError(f"{name} passes `{term}` to its attention: not supported")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:
+        raise UnsupportedError(f"{name} has an attention mask for each head: not supported")
 
 
 def check_generation(model: Any, given: dict[str, Any]) -> None:

@@ -108,7 +108,13 @@ def _attention_over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         session = SESSIONS.get(module)
-        out = None if session is None else session.attend(module, query, key, value, kwargs)
+        out = (
+            None
+            if session is None
+            else session.attend(
+                module, query, key, value, {**kwargs, "attention_mask": attention_mask}
+            )
+        )
         if out is not None:
             return out, None
         result: tuple[Tensor, Tensor | None] = _original(module, original)(

@@ -48,6 +48,7 @@ class Recorder:
         if not self.decoding:
             self.start_decoding()
             self._finished = [False] * tokens.shape[0]
+            self.meter = Meter.of(tokens.shape[0])
         self.new_tokens += 1
         if self._ends:
             self._finished = [

@@ -205,8 +205,12 @@ class Session:
             return None
         name = type(module).__name__
         guard.check_attention_call(name, kwargs)
-        if key.data_ptr() != state.kv.keys.data_ptr():
-            raise UnsupportedError(f"{name} changes keys between cache and attention: unsupported")
+        for what, given, cached in (
+            ("keys", key, state.kv.keys),
+            ("values", value, state.kv.values),
+        ):
+            if given.data_ptr() != cached.data_ptr() or given.shape != cached.shape:
+                raise UnsupportedError(f"{name} changes its {what} after caching them: unsupported")
         call.intercepted.add(int(layer))  # type: ignore[arg-type]
         if call.plan is None:
             state.remember_tail(query, self.config.selector.tail_queries, call.exist)
