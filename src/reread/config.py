@@ -28,7 +28,8 @@ class TriggerConfig:
         uncertainty: entropy of the previous step's output distribution above this many nats; None
             switches it off.
         first_step: the first decode step after a prefill is slow; otherwise it uses what the
-            prefill's last `selector.tail_queries` queries chose.
+            prefill's last `selector.tail_queries` queries chose. Queries of a prefix that was
+            cached outside reread are not known; fewer remain as evidence then.
     """
 
     boundary: bool = True
