@@ -309,6 +309,11 @@ def test_unknown_options_end_with_the_same_code(checkpoint: str) -> None:
 # -- interrupts --------------------------------------------------------------------------------
 
 
+def heed_interrupts() -> None:
+    """A test run in the background of a shell inherits that interrupts are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupt_while_decoding_prints_what_there_is(tmp_path: Path) -> None:
     folder = str(tiny_checkpoint.save(tmp_path, positions=100_000))
     arguments = ["--model", folder, "--prompt", "x", "--max-new-tokens", "90000"]
@@ -317,6 +322,7 @@ def test_interrupt_while_decoding_prints_what_there_is(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=heed_interrupts,
     )
     assert process.stdout is not None
     start = process.stdout.read(5)
@@ -337,6 +343,7 @@ def test_text_streams_into_a_terminal_until_control_c(tmp_path: Path) -> None:
         ["-m", "reread", "generate", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
         encoding="utf-8",
+        preexec_fn=heed_interrupts,
         timeout=120,
     )
     terminal.expect("prefill")
