@@ -176,7 +176,7 @@ def main() -> None:
         "--context", type=int, default=4096, help="tokens read before the first step"
     )
     parser.add_argument("--steps", type=int, default=128, help="teacher-forced steps per row")
-    parser.add_argument("--samples", type=int, default=3, help="rows per kind of text")
+    parser.add_argument("--samples", type=int, default=2, help="rows per kind of text")
     parser.add_argument("--variants", default="", help="words to match, separated by ';'")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

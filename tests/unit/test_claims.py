@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,8 @@ def test_the_readme_shows_what_the_result_files_hold() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda p: p.stem)
-def test_a_result_says_where_it_comes_from(path: object) -> None:
-    result = json.loads(path.read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+def test_a_result_says_where_it_comes_from(path: Path) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))
     assert {"config", "versions", "device", "commit"} <= result.keys()
 
 
