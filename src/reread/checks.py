@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 from .errors import ConfigError
 
@@ -13,19 +14,19 @@ def require(ok: bool, name: str, value: object, want: str) -> None:
         raise ConfigError(f"{name}={value!r} is not possible: {want}")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether it is an integer; bool is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_real(value: object) -> bool:
+def is_real(value: object) -> TypeGuard[float]:
     """Whether it is a finite number; bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_int(name: str, value: object, low: int) -> None:
     """An integer of at least `low`."""
-    require(is_int(value) and int(value) >= low, name, value, f"an integer of at least {low}")  # type: ignore[call-overload]
+    require(is_int(value) and value >= low, name, value, f"an integer of at least {low}")
 
 
 def require_real(name: str, value: object, low: float, high: float = math.inf) -> None:
@@ -35,7 +36,7 @@ def require_real(name: str, value: object, low: float, high: float = math.inf) -
         if high == math.inf
         else f"a number from {low:g} to {high:g}"
     )
-    require(is_real(value) and low <= float(value) <= high, name, value, want)  # type: ignore[arg-type]
+    require(is_real(value) and low <= value <= high, name, value, want)
 
 
 def require_bool(name: str, value: object) -> None:

@@ -74,5 +74,5 @@ def generate(
 
 
 def _require_count(name: str, value: object) -> None:
-    if not is_int(value) or int(value) < 1:  # type: ignore[call-overload]
+    if not is_int(value) or value < 1:
         raise InputError(f"{name}={value!r} is not possible: an integer of at least 1")
