@@ -52,10 +52,23 @@ class Meter:
     def of(cls, rows: int) -> Meter:
         return cls([dict.fromkeys(StepKind, 0) for _ in range(rows)])
 
-    def add(self, row: int, kind: StepKind, read: int, cached: int) -> None:
-        self.runs[row][kind] += 1
-        self.keys_read += read
-        self.keys_cached += cached
+    def add(self, row: int, kind: StepKind, read: int, cached: int, layers: int = 1) -> None:
+        self.runs[row][kind] += layers
+        self.keys_read += read * layers
+        self.keys_cached += cached * layers
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """What one row's fast steps read on the GPU, where the arena holds the positions.
+
+    Attributes:
+        window_start: first position of the recent window.
+        count: selected positions per KV head.
+    """
+
+    window_start: int
+    count: int
 
 
 @dataclass(slots=True, eq=False)
@@ -64,23 +77,25 @@ class LayerState:
 
     Attributes:
         kv: all keys and values.
-        compact: per row what fast steps read, None before the first selection or after it was
-            invalidated.
+        chosen: per row what fast steps read (a copy on the CPU, on the GPU what the arena holds),
+            None before the first selection or after it was invalidated.
         tail: the last W queries of the prefill, [B, H, <= W, D], evidence for a selection without
             a slow step.
         tail_positions: int64 [B, <= W], where those queries stand in the cache, -1 for padding.
         tail_end: cached columns when the tail was taken.
+        scale: factor on the logits, as the prefill used it.
     """
 
     kv: GrowingKV = field(default_factory=GrowingKV)
-    compact: list[CompactKV | None] = field(default_factory=list)
+    chosen: list[CompactKV | DeviceRow | None] = field(default_factory=list)
     tail: Tensor | None = None
     tail_positions: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
     tail_end: int = 0
+    scale: float = 1.0
 
     def invalidate(self) -> None:
         """Forget selections and tail: the cache changed in a way that they do not know."""
-        self.compact = [None] * len(self.compact)
+        self.chosen = [None] * len(self.chosen)
         self.tail, self.tail_end = None, 0
 
     def remember_tail(self, q: Tensor, width: int, exist: Tensor | None = None) -> None:
@@ -106,7 +121,7 @@ class LayerState:
 
     def can_select(self, row: int) -> bool:
         """Whether a fast step of `row` would know what to read."""
-        return self.compact[row] is not None or self.tail is not None
+        return self.chosen[row] is not None or self.tail is not None
 
 
 @torch.no_grad()
@@ -133,7 +148,7 @@ def decode_step(
             out[b], read = _fast(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
             out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale))
-            state.compact[b] = None
+            state.chosen[b] = None
         else:
             out[b] = _slow(state, b, q[b : b + 1], row, config, scale)
         if plan.counted[b]:
@@ -150,10 +165,10 @@ def _first(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]
 def _fast(
     state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
 ) -> tuple[Tensor, int]:
-    compact = state.compact[b]
-    if compact is None:
+    compact = state.chosen[b]
+    if not isinstance(compact, CompactKV):
         # the first step after a prefill, chosen by the prefill's own last queries
-        compact = state.compact[b] = _select_from_tail(state, b, row, config, scale)
+        compact = state.chosen[b] = _select_from_tail(state, b, row, config, scale)
     compact.append(row.k[0, :, -1], row.v[0, :, -1])
     return attend(q, compact.keys, compact.values, scale), compact.count
 
@@ -164,13 +179,28 @@ def _slow(
     allowed = allowed_span(row, config)
     out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed]))
     assert mass is not None
-    state.compact[b] = _refresh(state, b, row, mass, allowed, config)
+    state.chosen[b] = _refresh(state, b, row, mass, allowed, config)
     return out
 
 
 def _select_from_tail(
     state: LayerState, b: int, row: KVView, config: Config, scale: float
 ) -> CompactKV:
+    before, mass, allowed = tail_mass(state, b, row, config, scale)
+    return _refresh(state, b, before, mass, allowed, config)
+
+
+def tail_mass(
+    state: LayerState, b: int, row: KVView, config: Config, scale: float
+) -> tuple[KVView, Tensor, tuple[int, int]]:
+    """Evidence of the prefill's last queries for row `b`.
+
+    Args:
+        row: the row's cache, which may have grown since the prefill.
+
+    Returns:
+        the cache as those queries saw it, mass fp32 [Hkv, L], and J.
+    """
     assert state.tail is not None, "a fast step needs a selection or the prefill's tail"
     end = state.tail_end
     before = KVView(
@@ -189,7 +219,7 @@ def _select_from_tail(
         allowed=[allowed],
         alpha=config.selector.alpha,
     )[0]
-    return _refresh(state, b, before, mass, allowed, config)
+    return before, mass, allowed
 
 
 def allowed_span(row: KVView, config: Config) -> tuple[int, int]:
@@ -209,14 +239,18 @@ def allowed_span(row: KVView, config: Config) -> tuple[int, int]:
     return low, max(low, high)
 
 
-def _refresh(
+def choose(
     state: LayerState, b: int, row: KVView, mass: Tensor, allowed: Sequence[int], config: Config
-) -> CompactKV:
-    """Choose again for one row and gather what was chosen. mass: [Hkv, L]."""
+) -> tuple[Tensor, Tensor]:
+    """The Selector for one row. mass: [Hkv, L].
+
+    Returns:
+        indices int32 [Hkv, K'], ascending, and counts int32 [Hkv].
+    """
     low, high = allowed
     span = slice(low, high)
     norms = state.kv.norms
-    indices, counts = select(
+    return select(
         mass[:, span],
         None if norms is None else norms[b, :, span],
         config.selector,
@@ -224,6 +258,14 @@ def _refresh(
         low,
         None if row.valid is None else row.valid[0, span],
     )
+
+
+def _refresh(
+    state: LayerState, b: int, row: KVView, mass: Tensor, allowed: Sequence[int], config: Config
+) -> CompactKV:
+    """Choose again for one row and gather what was chosen. mass: [Hkv, L]."""
+    low, high = allowed
+    indices, counts = choose(state, b, row, mass, allowed, config)
     # validity is per row, so all KV heads keep equally many
     kept = int(counts[0]) if counts.numel() else 0
     room = config.triggers.t_max or DEFAULT_ROOM

@@ -13,6 +13,7 @@ from .refinements import REFINEMENTS, Refinement, SoftNMS, Span
 
 Mode = Literal["slow-fast", "dense"]
 Backend = Literal["auto", "reference", "triton"]
+Runner = Literal["auto", "graph", "eager"]
 PresetName = Literal["default", "paper", "dense"]
 
 
@@ -98,6 +99,9 @@ class Config:
         triggers: when a step is slow.
         selector: how a slow step chooses.
         backend: "auto", or the ops by name ("reference", "triton"); never a silent fallback.
+        runner: how a decode step runs with the Triton backend: "graph" as one CUDA graph around
+            compiled layers, "eager" kernel by kernel, "auto" as a graph where the model allows (the
+            stats say whether and why not).
         dense_below_budget: while sink + recent + k covers the whole row, run dense attention
             (equal result, no gathering). False forces the sparse path even there; a debugging aid.
 
@@ -112,18 +116,17 @@ class Config:
     triggers: TriggerConfig = field(default_factory=TriggerConfig)
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     backend: Backend = "auto"
+    runner: Runner = "auto"
     dense_below_budget: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            self.mode in get_args(Mode), "mode", self.mode, f"one of {', '.join(get_args(Mode))}"
-        )
-        require(
-            self.backend in get_args(Backend),
-            "backend",
-            self.backend,
-            f"one of {', '.join(get_args(Backend))}",
-        )
+        for name, choices in (
+            ("mode", get_args(Mode)),
+            ("backend", get_args(Backend)),
+            ("runner", get_args(Runner)),
+        ):
+            value = getattr(self, name)
+            require(value in choices, name, value, f"one of {', '.join(choices)}")
         require_int("sink", self.sink, 0)
         require_int("recent", self.recent, 1)
         require_int("k", self.k, 1)

@@ -3,6 +3,8 @@ fast steps."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,29 @@ GROWTH_SHARE = (
     16  # a full buffer grows by 1/16 of its length: at most 6.25 % of the KV bytes lie idle...
 )
 GROWTH_STEP = 64  # ...or by this many positions, where that is more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """Where a layer's keys and values lie, room for growth included.
+
+    Attributes:
+        k, v: [B, Hkv, capacity, D].
+        norms: fp32 [B, Hkv, capacity], where they are kept.
+    """
+
+    k: Tensor
+    v: Tensor
+    norms: Tensor | None
+
+    def __eq__(self, other: object) -> bool:
+        """The same memory, not the same values."""
+        return isinstance(other, Buffers) and (
+            self.k is other.k and self.v is other.v and self.norms is other.norms
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.k), id(self.v), id(self.norms)))
 
 
 class GrowingKV:
@@ -57,6 +82,34 @@ class GrowingKV:
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
+
+    def buffers(self) -> Buffers:
+        """The memory itself; it must have been written once."""
+        assert self._k is not None
+        assert self._v is not None
+        return Buffers(self._k, self._v, self._norms)
+
+    def use(self, buffers: Buffers) -> None:
+        """Write into memory that is there already; only while nothing is cached."""
+        assert self.length == 0
+        self._k, self._v, self._norms = buffers.k, buffers.v, buffers.norms
+        self.with_norms = buffers.norms is not None
+
+    def advance(self) -> None:
+        """One position was written by somebody else: a captured step."""
+        assert self._k is not None
+        assert self.length < self._k.shape[2]
+        self.length += 1
+
+    def ensure_room(self) -> None:
+        """Grow now if the next position would not fit."""
+        if self._k is None or self._v is None:
+            return
+        end = self.length + 1
+        self._k = self._room(self._k, self._k, end)
+        self._v = self._room(self._v, self._v, end)
+        if self._norms is not None:
+            self._norms = self._room(self._norms, self._norms, end)
 
     @property
     def keys(self) -> Tensor:

@@ -22,6 +22,8 @@ class Stats:
         prefill_s: seconds until the first token was chosen.
         decode_s: seconds from there to the end.
         backend: the ops that ran ("reference" or "triton").
+        runner: how decode steps ran: "graph, compiled layers", "graph" or "eager"; "" if there were
+            none.
         sparse_layers: how many layers went through reread; total_layers: of how many.
         config: `Config.to_dict()`.
         notes: what the user should know, e.g. a trigger that could not work.
@@ -37,6 +39,7 @@ class Stats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     backend: str = ""
+    runner: str = ""
     sparse_layers: int = 0
     total_layers: int = 0
     config: dict[str, Any] = field(default_factory=dict)

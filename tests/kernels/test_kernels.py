@@ -87,30 +87,32 @@ class Run:
         return {"scale": self.x.scale, "work": self.work, "out": self.out, "tuning": self.tuning}
 
 
+def mass_of(run: Run, active: Tensor | None = None) -> Tensor:
+    """The evidence that the last attention call left."""
+    return kernels.evidence(
+        run.kv, work=run.work, allowed=run.allowed, active=active, heads=run.x.q.shape[1]
+    )
+
+
 def check_dense(run: Run) -> None:
-    out, mass = kernels.decode_dense(run.x.q, run.kv, allowed=run.allowed, **run.common())
+    out = kernels.decode_dense(run.x.q, run.kv, allowed=run.allowed, **run.common())
     want, want_mass = run.want_dense()
     tolerance = TOLERANCE[run.x.case.dtype]
     close(out, want, tolerance)
-    assert mass is not None
     # logits are exact products of the inputs in fp32, so evidence does not feel the inputs'
     # precision
-    close(mass, want_mass, 1e-4)
-    plain, none = kernels.decode_dense(run.x.q, run.kv, **run.common())
-    assert none is None
-    close(plain, want, tolerance)
+    close(mass_of(run), want_mass, 1e-4)
+    close(kernels.decode_dense(run.x.q, run.kv, **run.common()), want, tolerance)
 
 
 def check_dense_rows(run: Run) -> None:
     """Rows that are off are left alone, in the output and in the evidence."""
     on = run.x.int32([int(b % 3 == 1) for b in range(run.x.q.shape[0])])
     run.work.mass.fill_(7.0)
-    out, mass = kernels.decode_dense(
-        run.x.q, run.kv, active=on, allowed=run.allowed, **run.common()
-    )
+    out = kernels.decode_dense(run.x.q, run.kv, active=on, allowed=run.allowed, **run.common())
+    mass = mass_of(run, on)
     want, want_mass = run.want_dense()
     rows = on.bool()
-    assert mass is not None
     assert bool(out[~rows].isnan().all())
     assert bool((mass[~rows] == 7.0).all())
     if bool(rows.any()):
@@ -121,16 +123,6 @@ def check_dense_rows(run: Run) -> None:
 def check_sparse(run: Run) -> None:
     out = kernels.decode_sparse(run.x.q, run.kv, run.chosen, **run.common())
     close(out, run.want_sparse(), TOLERANCE[run.x.case.dtype])
-
-
-def check_packed(run: Run) -> None:
-    x = run.x
-    room = x.case.sink + run.indices.shape[2]
-    k = x.q.new_full((*x.k.shape[:2], room, x.case.dim), torch.nan)
-    v = torch.full_like(k, torch.nan)
-    kernels.pack(run.kv, run.chosen, k, v)
-    out = kernels.decode_packed(x.q, run.kv, run.chosen, k, v, **run.common())
-    close(out, run.want_sparse(), TOLERANCE[x.case.dtype])
 
 
 def check_append(run: Run) -> None:
@@ -150,16 +142,42 @@ def check_append(run: Run) -> None:
 def check_mixed(run: Run) -> None:
     slow = run.x.int32([int(b % 3 != 1) for b in range(run.x.q.shape[0])])
     run.work.mass.fill_(7.0)
-    out, mass = kernels.decode_mixed(
+    out = kernels.decode_mixed(
         run.x.q, run.kv, run.chosen, slow, allowed=run.allowed, **run.common()
     )
+    mass = mass_of(run, slow)
     dense, want_mass = run.want_dense()
     rows = slow.bool()
     want = torch.where(rows[:, None, None], dense, run.want_sparse())
     close(out, want, TOLERANCE[run.x.case.dtype])
-    assert mass is not None
     assert bool((mass[~rows] == 7.0).all())
     close(mass[rows], want_mass[rows], 1e-4)
+
+
+def check_refresh(run: Run) -> None:
+    """What `select` makes of `evidence`, for those of the slow rows that choose again; nothing else
+    moves."""
+    x, rows = run.x, range(run.x.q.shape[0])
+    norms = torch.linalg.vector_norm(x.k.float(), dim=-1)
+    slow = x.int32([int(b % 3 != 1) for b in rows])
+    on = x.int32([int(b % 3 == 0) for b in rows])
+    kernels.decode_mixed(x.q, run.kv, run.chosen, slow, allowed=run.allowed, **run.common())
+    mass = mass_of(run, slow).clone()
+    for config in (EXACT["span"], PAPER):
+        want, counts = torch.full_like(run.indices, -7), torch.full_like(run.counts, -7)
+        got, got_counts = want.clone(), counts.clone()
+        kernels.select(
+            mass, *run.allowed, config, work=run.work, indices=want, counts=counts,
+            active=on, norms=norms,
+        )  # fmt: skip
+        kernels.refresh(
+            run.kv, config, heads=x.q.shape[1], work=run.work, allowed=run.allowed, active=on,
+            indices=got, counts=got_counts, norms=norms,
+        )  # fmt: skip
+        assert torch.equal(got, want), config
+        assert torch.equal(got_counts, counts)
+        assert bool((counts[~on.bool()] == -7).all())
+        assert bool((counts[on.bool()] >= 0).all())
 
 
 def select_all(run: Run, mass: Tensor, config: SelectorConfig, norms: Tensor) -> None:
@@ -232,9 +250,9 @@ KERNELS: dict[str, Callable[[Run], None]] = {
     "decode_dense": check_dense,
     "decode_dense, some rows": check_dense_rows,
     "decode_sparse": check_sparse,
-    "decode_packed": check_packed,
     "decode_mixed": check_mixed,
     "append": check_append,
+    "refresh": check_refresh,
     "select": check_select,
     "select, paper": check_select_paper,
     "select, some rows": check_select_rows,
@@ -247,7 +265,7 @@ def table(cases: Sequence[Case]) -> list[ParameterSet]:
         pytest.param(case, kernel, id=f"{kernel} | {case.name}")
         for case in cases
         for kernel in KERNELS
-        if case.selects or not kernel.startswith("select")
+        if case.selects or not kernel.startswith(("select", "refresh"))
     ]
 
 

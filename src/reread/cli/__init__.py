@@ -1,4 +1,4 @@
-"""The `reread` command: generate, compare, demo, info.
+"""The `reread` command: generate, compare, demo, info, plan.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
 torch and transformers are imported only once a command runs.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import typer
 
 from . import commands
-from .options import command
+from .options import Options, command
+from .plan import PlanOptions, plan_command
 
 app = typer.Typer(
     name="reread",
@@ -19,7 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for run in (commands.generate, commands.compare, commands.demo, commands.info):
-    app.command()(command(run))
+    app.command()(command(run, Options))
+app.command("plan")(command(plan_command, PlanOptions))
 
 
 def main() -> None:

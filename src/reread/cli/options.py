@@ -1,4 +1,4 @@
-"""The options that all commands share, and how a command turns errors into exit codes."""
+"""The options that commands on a model share, and how a command turns errors into exit codes."""
 
 # No `from __future__ import annotations` here: typer reads the annotations of Options as objects.
 import functools
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +18,7 @@ from ..errors import ConfigError, InputError, RereadError
 BAD_INPUT = 2
 INTERRUPTED = 130
 STDIN = "-"
+AnyOptions = TypeVar("AnyOptions")  # a command's own dataclass of options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Options:
         Raises:
             ConfigError: an unknown preset or key, or a value that cannot be right.
         """
-        return Config.preset(self.preset).updated(dict(map(parse_setting, self.settings or [])))
+        return config_of(self.preset, self.settings)
 
     def prompt_text(self) -> str | None:
         """The prompt, None where none was given.
@@ -84,6 +85,15 @@ class Options:
             return self.prompt
         text = read_text(self.prompt_file)
         return text if self.prompt is None else f"{text}\n\n{self.prompt}"
+
+
+def config_of(preset: str, settings: list[str] | None) -> Config:
+    """A preset with --set changes.
+
+    Raises:
+        ConfigError: an unknown preset or key, or a value that cannot be right.
+    """
+    return Config.preset(preset).updated(dict(map(parse_setting, settings or [])))
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:
@@ -121,20 +131,25 @@ def read_text(path: str) -> str:
         ) from error
 
 
-def command(run: Callable[[Options], None]) -> Callable[..., None]:
-    """A typer command with all of Options' options, that ends with the right exit code."""
+def command(run: Callable[[AnyOptions], None], options: type[AnyOptions]) -> Callable[..., None]:
+    """A typer command that ends with the right exit code.
+
+    Args:
+        run: what the command does.
+        options: the dataclass whose fields are the command's options, each annotated for typer.
+    """
 
     @functools.wraps(run)
     def wrapped(**values: Any) -> None:
         try:
-            run(Options(**values))
+            run(options(**values))
         except RereadError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(BAD_INPUT) from error
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
-    signature = inspect.signature(Options)
+    signature = inspect.signature(options)
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
     wrapped.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return wrapped

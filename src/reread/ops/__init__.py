@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
@@ -14,17 +17,45 @@ from . import reference
 Allowed = Sequence[tuple[int, int]]
 
 
-def resolve_backend(name: str) -> str:
-    """The backend that runs for `name` ("auto", "reference", "triton").
+MIN_CAPABILITY = (8, 0)
+
+
+def resolve_backend(name: str, device: torch.device) -> str:
+    """The backend that runs for `name` ("auto", "reference", "triton") on `device`: Triton on CUDA,
+    the reference elsewhere; never a silent fallback.
 
     Raises:
-        UnsupportedError: a backend that this version does not have; never a silent fallback.
+        UnsupportedError: Triton is wanted, and cannot run here.
     """
-    if name == "triton":
+    if name == "reference" or (name == "auto" and device.type != "cuda"):
+        return "reference"
+    if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
-            "backend='triton' is not available in this version: use 'auto' or 'reference'"
+            "the GPU kernels need Triton, which is not installed: install it, or set "
+            "backend='reference', which is slow"
         )
-    return "reference"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY:
+            raise UnsupportedError(
+                f"compute capability {capability[0]}.{capability[1]} is below 8.0: the GPU kernels "
+                "do not run there; set backend='reference', which is slow"
+            )
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        raise UnsupportedError(
+            f"backend='triton' needs a CUDA device, this is {device.type}: use 'auto'"
+        )
+    return "triton"
+
+
+def kernels_lack(
+    rows: int, heads: int, kv_heads: int, dim: int, positions: int, dtype: torch.dtype
+) -> str | None:
+    """Why the Triton kernels do not cover a model or a conversation of it; None if they do."""
+    from .triton import unsupported
+
+    q = torch.empty(rows, heads, dim, dtype=dtype, device="meta")
+    return unsupported(q, torch.empty(rows, kv_heads, positions, dim, dtype=dtype, device="meta"))
 
 
 def decode_dense(

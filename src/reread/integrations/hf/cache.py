@@ -75,8 +75,8 @@ class RereadLayer(DynamicLayer):
             _check_same(state.kv.keys, key_states)
             _check_same(state.kv.values, value_states)
         state.kv.append(key_states, value_states)
-        if not state.compact:
-            state.compact = [None] * key_states.shape[0]
+        if not state.chosen:
+            state.chosen = [None] * key_states.shape[0]
         return state.kv.keys, state.kv.values
 
     def get_seq_length(self) -> int:
@@ -98,7 +98,7 @@ class RereadLayer(DynamicLayer):
     def _reindex(self, rows: Tensor) -> None:
         if self.state.kv.length:
             self.state.kv.reindex(rows)
-            self.state.compact = [None] * rows.numel()
+            self.state.chosen = [None] * rows.numel()
             self.state.invalidate()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -11,22 +11,25 @@ from transformers.cache_utils import Cache
 
 from ...attention import LayerState, StepPlan
 from ...config import Config
+from ...device import Arena
 from ...errors import InputError, UnsupportedError
 from ...policy.controller import Controller
 from .cache import adopt
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Conversation:
     """One cache while its model is attached.
 
     Attributes:
         states: of each layer that is made sparse, by layer index.
         controller: decides slow or fast for each row.
+        arena: what its decode steps use on the GPU; None on the CPU, and before the first step.
     """
 
     states: dict[int, LayerState]
     controller: Controller
+    arena: Arena | None = None
 
     @property
     def length(self) -> int:
@@ -37,7 +40,7 @@ class Conversation:
         """More prompt is coming: forget selections, make room for `reserve` columns in total."""
         self.controller.prefilled()
         for state in self.states.values():
-            state.compact = [None] * len(state.compact)
+            state.chosen = [None] * len(state.chosen)
             state.kv.reserve(reserve)
 
     def plan(self, ids: Tensor | None, mask: Any, counted: tuple[bool, ...]) -> StepPlan:
@@ -82,6 +85,9 @@ class Conversations:
         if known is None or known.states != states or len(known.controller.rows) != rows:
             known = Conversation(states, Controller(self._config, self._boundary, rows))
             self._known[cache] = known
+            for state in states.values():
+                # what another session chose lies where that session kept it
+                state.chosen = [None] * len(state.chosen)
         for state in states.values():
             if state.kv.length and state.kv.keys.shape[0] != rows:
                 raise InputError(f"the cache has {state.kv.keys.shape[0]} rows, the input {rows}")

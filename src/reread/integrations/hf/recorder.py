@@ -76,9 +76,9 @@ class Recorder:
                 self.meter.add(row, StepKind.FULL, 1, 1)
 
     def stats(
-        self, config: Config, backend: str, layers: int, total: int, notes: list[str]
+        self, config: Config, ran: tuple[str, str], layers: int, total: int, notes: list[str]
     ) -> Stats:
-        """What has been counted since the recorder was made."""
+        """What has been counted since the recorder was made. ran: backend and runner."""
         ended = time.perf_counter()
         first = ended if self._first_token is None else self._first_token
         steps = {k: [runs[k] // max(1, layers) for runs in self.meter.runs] for k in StepKind}
@@ -96,7 +96,8 @@ class Recorder:
             new_tokens=self.new_tokens,
             prefill_s=first - self._began,
             decode_s=ended - first,
-            backend=backend,
+            backend=ran[0],
+            runner=ran[1] if self.steps else "",
             sparse_layers=layers,
             total_layers=total,
             config=config.to_dict(),

@@ -20,9 +20,11 @@ from ...errors import InputError, UnsupportedError
 from ...policy.trigger import entropy
 from ...stats import Stats
 from . import guard, interface
+from .arguments import flat, put
 from .cache import sparse_layers
 from .conversation import Conversation, Conversations, queries_that_exist
 from .recorder import Observer, Recorder, end_tokens
+from .runner import DeviceStep, Runner
 
 NO_LAYERS = (
     "the model has no full-attention layer, so there is nothing to make sparse: it decodes as "
@@ -37,11 +39,13 @@ class Call:
 
     Attributes:
         plan: of a decode step; None in a prefill.
+        step: a decode step on the GPU, None elsewhere.
         exist: bool [B, T] of a prefill's queries, False for padding; None: no padding.
     """
 
     conversation: Conversation
     plan: StepPlan | None
+    step: DeviceStep | None = None
     exist: Tensor | None = None
     intercepted: set[int] = field(default_factory=set)
 
@@ -69,7 +73,11 @@ class Session:
         self._call: Call | None = None
         self._undo: list[Callable[[], object]] = []
         self._signature = inspect.signature(model.forward)
-        self._backend = ops.resolve_backend(config.backend)
+        self._forward = model.forward
+        self._backend = ops.resolve_backend(config.backend, model.device)
+        self._runner: Runner | None = None
+        if self._backend == "triton" and self._layers:
+            self._runner = Runner(model, config, self._layers)
 
     def __enter__(self) -> Session:
         name = type(self.model).__name__
@@ -97,10 +105,17 @@ class Session:
         self._undo.append(before.remove)
         after = model.register_forward_hook(self._after, with_kwargs=True)
         self._undo.append(after.remove)
-        own, generate = "generate" in vars(model), model.generate
-        model.generate = functools.wraps(generate)(functools.partial(self._generate, generate))
+        self._replace("generate", functools.partial(self._generate, model.generate))
+        if self._runner is not None:
+            self._undo.append(self._runner.close)
+            self._replace("forward", self._run)
+
+    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        """Put `function` in the place of the model's method `name` until `_detach`."""
+        model, own, method = self.model, name in vars(self.model), getattr(self.model, name)
+        setattr(model, name, functools.wraps(method)(functools.partial(function)))
         self._undo.append(
-            lambda: setattr(model, "generate", generate) if own else delattr(model, "generate")
+            lambda: setattr(model, name, method) if own else delattr(model, name)
         )
 
     def _detach(self) -> None:
@@ -119,14 +134,14 @@ class Session:
     ) -> Any:
         """`model.generate`, with its arguments checked and each chosen token observed."""
         bound = inspect.signature(generate).bind(inputs, *args, **kwargs)
-        given = _flat(bound)
+        given = flat(bound)
         guard.check_generation(self.model, given)
         ids = inputs if inputs is not None else given.get("input_ids")
         cache = given.get("cache", given.get("past_key_values"))
         past = cache.get_seq_length() if isinstance(cache, Cache) else 0
         guard.check_inputs(self.model, ids, given.get("attention_mask"), past)
         stopping = [Observer(self._on_token), *(given.get("stopping_criteria") or [])]
-        _put(bound, "stopping_criteria", StoppingCriteriaList(stopping))
+        put(bound, "stopping_criteria", StoppingCriteriaList(stopping))
         prompt = 0 if ids is None else ids.shape[1]
         wanted = given.get("max_new_tokens") or 0
         self._recorder = Recorder(prompt, wanted, end_tokens(self.model, given))
@@ -153,10 +168,10 @@ class Session:
     def _finish(self) -> None:
         self.stats = self._recorder.stats(
             self.config,
-            self._backend,
+            (self._backend, self._runner.ran if self._runner else "eager"),
             len(self._layers),
             self._text_config.num_hidden_layers,
-            list(self.notes),
+            [*self.notes, *(self._runner.told if self._runner else [])],
         )
         self._recorder = Recorder(0, 0, frozenset())
         self._call = None
@@ -169,7 +184,7 @@ class Session:
     # -- around each forward
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = _flat(self._signature.bind_partial(*args, **kwargs))
+        given = flat(self._signature.bind_partial(*args, **kwargs))
         cache = given.get("cache", given.get("past_key_values"))
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if ids is not None else embeds
@@ -183,12 +198,29 @@ class Session:
         conversation, recorder = self._conversations.of(cache, rows), self._recorder
         if recorder.decoding and new == 1 and conversation.length:
             counted = recorder.begin_step(conversation.controller, rows)
+            if self._runner is not None:
+                self._runner.prepare(conversation)
             plan = conversation.plan(ids, given.get("attention_mask"), counted)
-            self._call = Call(conversation, plan)
+            step = None if self._runner is None else self._runner.begin(conversation, plan)
+            self._call = Call(conversation, plan, step)
             return
         known = recorder.prompt + recorder.wanted if recorder.wanted else 0
-        conversation.prepare_prefill(max(known, conversation.length + new))
-        self._call = Call(conversation, None, queries_that_exist(given.get("attention_mask"), new))
+        columns = max(known, conversation.length + new)
+        conversation.prepare_prefill(columns)
+        if self._runner is not None:
+            self._runner.prepare_prefill(conversation, columns)
+        exist = queries_that_exist(given.get("attention_mask"), new)
+        self._call = Call(conversation, None, exist=exist)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, or a captured decode step in its place."""
+        call, runner = self._call, self._runner
+        if call is not None and call.step is not None and runner is not None:
+            output = runner.run(call.step, flat(self._signature.bind(*args, **kwargs)))
+            if output is not None:
+                call.intercepted.update(call.conversation.states)
+                return output
+        return self._forward(*args, **kwargs)
 
     def attend(
         self,
@@ -212,14 +244,18 @@ class Session:
             if given.data_ptr() != cached.data_ptr() or given.shape != cached.shape:
                 raise UnsupportedError(f"{name} changes its {what} after caching them: unsupported")
         call.intercepted.add(int(layer))  # type: ignore[arg-type]
-        if call.plan is None:
-            state.remember_tail(query, self.config.selector.tail_queries, call.exist)
-            return None
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        meter = self._recorder.meter
-        out = decode_step(state, query[:, :, 0], call.plan, self.config, scale, meter)
-        return out.unsqueeze(1)
+        if call.plan is None:
+            state.scale = scale
+            state.remember_tail(query, self.config.selector.tail_queries, call.exist)
+            return None
+        q = query[:, :, 0]
+        if call.step is not None:
+            return call.step.arena.attend(int(layer), q, call.step.shape, scale).unsqueeze(1)
+        return decode_step(
+            state, q, call.plan, self.config, scale, self._recorder.meter
+        ).unsqueeze(1)
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -239,28 +275,9 @@ class Session:
             if self.config.triggers.uncertainty is not None:
                 call.conversation.controller.observe_entropy(entropy(logits).tolist())
         if call.plan is not None:
+            if call.step is not None:
+                call.step.finish(self._recorder.meter)
             self._recorder.steps += 1
         elif self._progress is not None:
             done = call.conversation.length
             self._progress("prefill", done, max(done, self._recorder.prompt))
-
-
-def _catch_all(signature: inspect.Signature) -> str | None:
-    """The name of the `**kwargs` parameter, if there is one."""
-    kinds = ((p.name, p.kind) for p in signature.parameters.values())
-    return next((name for name, kind in kinds if kind is inspect.Parameter.VAR_KEYWORD), None)
-
-
-def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Bound arguments with those of `**kwargs` beside the named ones."""
-    named = dict(bound.arguments)
-    return {**named, **named.pop(_catch_all(bound.signature) or "", {})}
-
-
-def _put(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Set one argument, wherever the signature takes it."""
-    rest = _catch_all(bound.signature)
-    if name in bound.signature.parameters or rest is None:
-        bound.arguments[name] = value
-    else:
-        bound.arguments[rest] = {**bound.arguments.get(rest, {}), name: value}

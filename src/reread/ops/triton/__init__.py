@@ -3,8 +3,7 @@ triton."""
 
 from .append import append
 from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
-from .packed import decode_packed, pack
-from .selection import select
+from .selection import evidence, refresh, select
 from .workspace import Workspace, unsupported
 
 __all__ = [
@@ -15,9 +14,9 @@ __all__ = [
     "append",
     "decode_dense",
     "decode_mixed",
-    "decode_packed",
     "decode_sparse",
-    "pack",
+    "evidence",
+    "refresh",
     "select",
     "unsupported",
 ]

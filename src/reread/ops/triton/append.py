@@ -10,15 +10,14 @@ from .decode import Cache
 
 
 def append(k: Tensor, v: Tensor, kv: Cache, *, norms: Tensor | None = None) -> None:
-    """Write k, v [B, Hkv, D] (contiguous, after RoPE) to position lengths - 1 of each row.
+    """Write k, v [B, Hkv, D] (after RoPE; contiguous in D) to position lengths - 1 of each row.
 
     `kv.lengths` already counts the new token. norms: fp32 [B, Hkv, L], contiguous, written too.
     """
     rows, heads, dim = k.shape
-    assert k.is_contiguous()
-    assert v.is_contiguous()
+    assert k.stride(2) == v.stride(2) == 1
     assert norms is None or norms.is_contiguous()
     append_kernels.append_kernel[(rows * heads,)](
-        k, v, kv.k, kv.v, *kv.strides, k if norms is None else norms, kv.k.shape[2], kv.lengths,
+        k, v, *k.stride()[:2], *v.stride()[:2], kv.k, kv.v, *kv.strides, k if norms is None else norms, kv.k.shape[2], kv.lengths,
         HKV=heads, D=dim, NORMS=norms is not None, num_warps=1,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def append_kernel(
-    k, v, k_to, v_to, k_row, k_head, k_step, v_row, v_head, v_step, norms, width, lengths,
+    k, v, k_from_row, k_from_head, v_from_row, v_from_head, k_to, v_to, k_row, k_head, k_step, v_row, v_head, v_step, norms, width, lengths,
     HKV: tl.constexpr, D: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """One (row, KV head)."""
@@ -17,9 +17,12 @@ def append_kernel(
     b, h = (tile // HKV).to(tl.int64), (tile % HKV).to(tl.int64)
     d = tl.arange(0, D)
     at = tl.load(lengths + b).to(tl.int64) - 1
-    kk = tl.load(k + tile * D + d)
+    kk = tl.load(k + b * k_from_row + h * k_from_head + d)
     tl.store(k_to + b * k_row + h * k_head + at * k_step + d, kk)
-    tl.store(v_to + b * v_row + h * v_head + at * v_step + d, tl.load(v + tile * D + d))
+    tl.store(
+        v_to + b * v_row + h * v_head + at * v_step + d,
+        tl.load(v + b * v_from_row + h * v_from_head + d),
+    )
     if NORMS:
         wide = kk.to(tl.float32)
         tl.store(norms + tile.to(tl.int64) * width + at, tl.sqrt_rn(tl.sum(wide * wide, 0)))

@@ -20,7 +20,7 @@ from .tiles import (
     save_partial,
     walk_list,
     walk_span,
-    walk_span_with_evidence,
+    walk_span_with_logits,
 )
 
 
@@ -95,12 +95,21 @@ def dense_run(
         mj, lj = m, z
         tile = b * HKV + h
         if EVIDENCE:
-            m, z, acc, mj, lj = walk_span_with_evidence(
-                qs, kb, vb, k_step, v_step, first, last, scale2, m, z, acc,
-                logits + tile.to(tl.int64) * G * width, width, tl.load(low + b),
-                tl.load(high + b), mj, lj,
-                BN, D, G, PRECISION,
+            # J goes first: what the softmax has then is J's own maximum and sum, which may be far
+            # below the sink's
+            begin = tl.minimum(tl.maximum(tl.load(low + b), first), last)
+            end = tl.minimum(tl.maximum(tl.load(high + b), begin), last)
+            m, z, acc = walk_span_with_logits(
+                qs, kb, vb, k_step, v_step, begin, end, scale2, m, z, acc,
+                logits + tile.to(tl.int64) * G * width, width, BN, D, G, PRECISION,
             )  # fmt: skip
+            mj, lj = m, z
+            m, z, acc = walk_span(
+                qs, kb, vb, k_step, v_step, first, begin, scale2, m, z, acc, BN, D, PRECISION
+            )
+            m, z, acc = walk_span(
+                qs, kb, vb, k_step, v_step, end, last, scale2, m, z, acc, BN, D, PRECISION
+            )
         else:
             m, z, acc = walk_span(
                 qs, kb, vb, k_step, v_step, first, last, scale2, m, z, acc, BN, D, PRECISION

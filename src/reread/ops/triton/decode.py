@@ -2,8 +2,11 @@
 launch.
 
 Same meaning as `ops.reference`; what a graph must not bake in (starts, lengths, windows, which
-rows run) are int32
-tensors on the device, read there only. Rows that are off keep what `out` held.
+rows run) are int32 tensors on the device, read there only. Rows that are off keep what `out` held.
+
+Where `allowed` is given, dense rows also leave their evidence in the workspace: the logits (base 2)
+and their log-sum over J, until the next call with `allowed`. `selection` makes of them what it
+needs, on whatever stream its caller has ordered behind this one.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from . import attend, score
-from .workspace import CHUNK, Workspace, check
+from . import attend
+from .workspace import Workspace, check
 
 LOG2_E = math.log2(math.e)
 
@@ -87,16 +90,15 @@ def decode_dense(
     allowed: Allowed | None = None,
     out: Tensor | None = None,
     tuning: Tuning = DENSE,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Dense attention of the active rows, their work split evenly over the whole card.
 
     Args:
         q: [B, H, D] contiguous. active: int32 [B], 0 = leave the row alone; None: all rows.
-        allowed: int32 [B] low and high of J; asks for the evidence.
+        allowed: int32 [B] low and high of J; leaves the evidence of the active rows in `work`.
 
     Returns:
-        out [B, H, D]; mass fp32 [B, Hkv, L] (a view of the workspace, good until the next call) or
-        None.
+        out [B, H, D].
     """
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
@@ -115,7 +117,7 @@ def decode_dense(
         num_warps=tuning.warps, num_stages=stages,
     )  # fmt: skip
     _combine(q, kv, out, work, on, programs, 1, tuning.block, evidence, dense=True, sparse=False)
-    return out, _evidence(q, kv, work, allowed, on) if allowed is not None else None
+    return out
 
 
 def decode_sparse(
@@ -162,12 +164,12 @@ def decode_mixed(
     allowed: Allowed | None = None,
     out: Tensor | None = None,
     tuning: Tuning = MIXED,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Each row its own kind: dense where `slow` (int32 [B]) is not 0, sparse elsewhere, in one
-    launch.
+    launch. `allowed` as for `decode_dense`: the slow rows leave their evidence.
 
     Returns:
-        out [B, H, D], and the slow rows' mass or None, as `decode_dense`.
+        out [B, H, D].
     """
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
@@ -189,7 +191,7 @@ def decode_mixed(
     )  # fmt: skip
     sparse = splits > 1
     _combine(q, kv, out, work, slow, programs, splits, block, evidence, dense=True, sparse=sparse)
-    return out, _evidence(q, kv, work, allowed, slow) if allowed is not None else None
+    return out
 
 
 def _shape(q: Tensor, kv: Cache) -> dict[str, int]:
@@ -222,19 +224,12 @@ def _combine(
     dense: bool,
     sparse: bool,
 ) -> None:
-    chunk = 32 if dense else triton.next_power_of_2(max(2, splits))
+    chunk = triton.next_power_of_2(max(2, splits))
+    if dense:
+        # a single active row has the most pieces: all of them in one step
+        chunk = min(64, max(32, triton.next_power_of_2(programs // kv.k.shape[1] + 2)))
     attend.combine_kernel[(q.shape[0] * q.shape[1],)](
         out, work.parts, work.sums, work.lse, kv.starts, kv.lengths, slow, q.shape[0], programs,
         splits, **_shape(q, kv), BN=block, CHUNK=chunk,
         EVIDENCE=evidence, DENSE=dense, SPARSE=sparse, num_warps=4,
     )  # fmt: skip
-
-
-def _evidence(q: Tensor, kv: Cache, work: Workspace, allowed: Allowed, active: Tensor) -> Tensor:
-    rows, heads, width = kv.k.shape[:3]
-    mass = work.mass.view(-1)[: rows * heads * width].view(rows, heads, width)
-    score.evidence_kernel[(triton.cdiv(width, CHUNK), rows * heads)](
-        work.logits, work.lse, mass, width, *allowed, active,
-        HKV=heads, G=q.shape[1] // heads, BLOCK=CHUNK, num_warps=8,
-    )  # fmt: skip
-    return mass

@@ -1,13 +1,15 @@
 # mypy: ignore-errors
-"""A deterministic radix top-K, same grid as `score`.
+"""A deterministic top-K in two launches behind the scores, same grid in both.
 
-Scores become signed 32-bit keys that order as the scores do. Four histogram rounds find the K-th
-largest key: one over the score in steps of 1/8, which leaves few candidates, then 11, 11 and 10
-bits of the key among those. A count per chunk then says where each chunk writes its survivors, so
-indices come out ascending and ties go to the lower index, whatever the order in which programs run.
+Whoever writes the scores counts them in steps of 1/8 (`count_coarse`). `list_kernel` finds the step
+that holds the K-th largest and lists its members, few in any real distribution of attention;
+`gather_kernel` finds the K-th largest among those, 8 bits of an order-preserving integer key a
+pass, and writes the survivors. Counts per chunk say where each chunk writes, so indices come out
+ascending and ties go to the lower index. Atomics decide in which order members are listed, and only
+sums over the list are used: the result does not depend on the order in which programs run.
 
-The first round, over everything, counts in the block (few bins, so that this is fast); the others
-take one atomic a candidate, or one for all of a block that share a bin (a field of ties).
+A step that holds very many (a field of ties) is right too, and slower: every program of the head
+walks the list.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BINS = tl.constexpr(2048)
 COARSE = tl.constexpr(256)
-ROUNDS = tl.constexpr(4)
+LOWEST = tl.constexpr(-2147483648)
+HIGHEST = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -34,136 +36,126 @@ def coarse_bin(z):
 
 
 @triton.jit
-def candidates(z, key, keep, cuts, found, ROUND: tl.constexpr):
-    """Which of `keep` agree with what the rounds before ROUND `found` and noted."""
-    if ROUND == 1:
-        return keep & (coarse_bin(z) == found)
-    keep &= coarse_bin(z) == tl.load(cuts)
-    return keep & ((key >> (21 if ROUND == 2 else 10)) == found)
+def keys_of_bin(found):
+    """First and last key of a coarse bin; those at the ends reach as far as keys do."""
+    edge = (found - 192).to(tl.float32) * 0.125
+    first = tl.where(found == 0, LOWEST, ordered(edge))
+    last = tl.where(found == COARSE - 1, HIGHEST, ordered(edge + 0.125) - 1)
+    return first, last
 
 
 @triton.jit
-def digit_of(key, ROUND: tl.constexpr):
-    """The bin of a score in one round; it grows with the key among the round's candidates."""
-    if ROUND == 1:
-        return (key >> 21) + 1024
-    if ROUND == 2:
-        return (key >> 10) & 0x7FF
-    return key & 0x3FF
-
-
-@triton.jit
-def threshold_bin(hist, wanted, WIDTH: tl.constexpr):
-    """The bin that holds the `wanted`-th largest entry, and how many of that bin are wanted."""
-    bins = tl.arange(0, WIDTH)
-    counts = tl.load(hist + bins)
+def threshold_bin(counts, wanted):
+    """The bin of [COARSE] that holds the `wanted`-th largest, and how many of that bin are
+    wanted."""
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     found = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
-    above = tl.sum(tl.where(bins == found, at_least - counts, 0), 0)
+    above = tl.sum(tl.where(tl.arange(0, COARSE) == found, at_least - counts, 0), 0)
     return found, wanted - above
 
 
 @triton.jit
 def count_coarse(hists, head, z, keep):
-    """Round 0 of one block: few bins, counted in the block first."""
+    """Add one block to the counts [heads, COARSE]; few bins, so that this is fast."""
     counts = tl.histogram(coarse_bin(z), COARSE, mask=keep)
-    bins = tl.arange(0, COARSE)
-    to = hists + head * (ROUNDS * BINS) + bins
+    to = hists + head * COARSE + tl.arange(0, COARSE)
     tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
-def note_boundary(hists, cuts, k, ROUND: tl.constexpr):
-    """What round ROUND's histogram says of the K-th largest: its bin, later its leading bits.
-
-    Noted in `cuts` [ROUNDS, 2] with how many candidates of that bin are wanted; every program of a
-    head notes the same.
-    """
-    WIDTH: tl.constexpr = COARSE if ROUND == 0 else BINS
-    wanted = k if ROUND == 0 else tl.load(cuts + (ROUND - 1) * 2 + 1)
-    found, wanted = threshold_bin(hists + ROUND * BINS, wanted, WIDTH)
-    if ROUND == 1:
-        found = found - 1024
-    if ROUND == 2:
-        found = (tl.load(cuts + 2) << 11) | found
-    if ROUND == 3:
-        found = (tl.load(cuts + 4) << 10) | found
-    tl.store(cuts + ROUND * 2, found)
-    tl.store(cuts + ROUND * 2 + 1, wanted)
-    return found
-
-
-@triton.jit
-def histogram_kernel(
-    scores, hists, cuts, pitch, low, high, active, k,
-    HKV: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Round ROUND: histogram of the next digit of all keys that agree with the boundary so far.
-    hists: [.., ROUNDS, BINS]"""
+def coarse_kernel(scores, hists, pitch, low, high, active, HKV: tl.constexpr, BLOCK: tl.constexpr):
+    """`count_coarse` alone, where the kernel that writes the scores sees several heads at once."""
     head = tl.program_id(1)
     b = head // HKV
-    begin, end = tl.load(low + b), tl.load(high + b)
-    origin = tl.program_id(0) * BLOCK
-    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
+    if tl.load(active + b) == 0:
         return
-    at = origin + tl.arange(0, BLOCK)
+    begin, end = tl.load(low + b), tl.load(high + b)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = (at >= begin) & (at < end)
     z = tl.load(scores + head.to(tl.int64) * pitch + at, mask=keep, other=0.0)
-    if ROUND == 0:
-        count_coarse(hists, head, z, keep)
-        return
-    key = ordered(z)
-    hists += head * (ROUNDS * BINS)
-    cuts += head * (ROUNDS * 2)
-    found = note_boundary(hists, cuts, tl.minimum(k, end - begin), ROUND - 1)
-    keep = candidates(z, key, keep, cuts, found, ROUND)
-    digit = digit_of(key, ROUND)
-    hists += ROUND * BINS
-    top = tl.max(tl.where(keep, digit, -1), 0)
-    if top >= 0:
-        if top == tl.min(tl.where(keep, digit, BINS), 0):
-            tl.atomic_add(hists + top, tl.sum(keep.to(tl.int32), 0), sem="relaxed")
-        else:
-            tl.atomic_add(hists + digit, 1, mask=keep, sem="relaxed")
+    count_coarse(hists, head, z, keep)
 
 
 @triton.jit
-def count_kernel(
-    scores, hists, cuts, tallies, pitch, low, high, active, k,
+def list_kernel(
+    scores, hists, cursors, cuts, tallies, keys, places, pitch, low, high, active, k,
     HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The boundary key and how many of its ties are wanted (cuts); per chunk, keys above it and
-    ties (tallies)."""
+    """The boundary bin and how many of it are wanted (cuts [.., 2]), its members (keys, places),
+    and per chunk how many lie above it and in it (tallies [.., 2, CHUNKS])."""
     head = tl.program_id(1)
     b = head // HKV
     if tl.load(active + b) == 0:
         return
     begin, end = tl.load(low + b), tl.load(high + b)
     chunk = tl.program_id(0)
-    at = chunk * BLOCK + tl.arange(0, BLOCK)
-    keep = (at >= begin) & (at < end)
-    above, ties = 0, 0
-    if end > begin:
-        key = ordered(tl.load(scores + head.to(tl.int64) * pitch + at, mask=keep, other=0.0))
-        cut = note_boundary(
-            hists + head * (ROUNDS * BINS),
-            cuts + head * (ROUNDS * 2),
-            tl.minimum(k, end - begin),
-            3,
-        )
-        above = tl.sum((keep & (key > cut)).to(tl.int32), 0)
-        ties = tl.sum((keep & (key == cut)).to(tl.int32), 0)
+    origin = chunk * BLOCK
+    above, members = 0, 0
+    if (origin < end) & (origin + BLOCK > begin):
+        row = head.to(tl.int64) * pitch
+        at = origin + tl.arange(0, BLOCK)
+        keep = (at >= begin) & (at < end)
+        z = tl.load(scores + row + at, mask=keep, other=0.0)
+        counts = tl.load(hists + head * COARSE + tl.arange(0, COARSE))
+        found, wanted = threshold_bin(counts, tl.minimum(k, end - begin))
+        # every program of a head notes the same
+        tl.store(cuts + head * 2, found)
+        tl.store(cuts + head * 2 + 1, wanted)
+        bins = coarse_bin(z)
+        member = keep & (bins == found)
+        above = tl.sum((keep & (bins > found)).to(tl.int32), 0)
+        members = tl.sum(member.to(tl.int32), 0)
+        if members > 0:
+            slot = tl.atomic_add(cursors + head, members, sem="relaxed")
+            slot += tl.cumsum(member.to(tl.int32), 0) - 1
+            tl.store(keys + row + slot, ordered(z), mask=member)
+            tl.store(places + row + slot, at, mask=member)
     tl.store(tallies + head * (2 * CHUNKS) + chunk, above)
-    tl.store(tallies + head * (2 * CHUNKS) + CHUNKS + chunk, ties)
+    tl.store(tallies + head * (2 * CHUNKS) + CHUNKS + chunk, members)
+
+
+@triton.jit
+def boundary_key(keys, members, found, wanted, BLOCK: tl.constexpr):
+    """The `wanted`-th largest of the listed keys of bin `found`, and how many of its ties are
+    wanted."""
+    base, last = keys_of_bin(found)
+    span = last - base
+    while span > 0:
+        shift = tl.where(span >= 1 << 16, tl.where(span >= 1 << 24, 24, 16), 8)
+        shift = tl.where(span >= 1 << 8, shift, 0)
+        counts = tl.zeros([COARSE], tl.int32)
+        for i in range(0, members, BLOCK):
+            at = i + tl.arange(0, BLOCK)
+            offset = tl.load(keys + at, mask=at < members, other=0) - base
+            keep = (at < members) & (offset >= 0) & (offset <= span)
+            counts += tl.histogram(tl.where(keep, offset >> shift, 0), COARSE, mask=keep)
+        digit, wanted = threshold_bin(counts, wanted)
+        base += digit << shift
+        span = (1 << shift) - 1
+    return base, wanted
+
+
+@triton.jit
+def listed_before(keys, places, members, cut, origin, BLOCK: tl.constexpr):
+    """How many members in front of `origin` lie above the cut, and how many are its ties."""
+    above, ties = 0, 0
+    for i in range(0, members, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        key = tl.load(keys + at, mask=at < members, other=LOWEST)
+        before = tl.load(places + at, mask=at < members, other=origin) < origin
+        above += tl.sum((before & (key > cut)).to(tl.int32), 0)
+        ties += tl.sum((before & (key == cut)).to(tl.int32), 0)
+    return above, ties
 
 
 @triton.jit
 def gather_kernel(
-    scores, hists, cuts, tallies, indices, counts, pitch, low, high, active, k,
+    scores, hists, cursors, cuts, tallies, keys, places, indices, counts, pitch, low, high,
+    active, k,
     HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the survivors in ascending order, -1 behind them, and leave the histograms at zero for
-    the next call."""
+    """Write the survivors in ascending order, -1 behind them, and leave histogram and cursor at
+    zero for the next call."""
     head = tl.program_id(1)
     b = head // HKV
     if tl.load(active + b) == 0:
@@ -174,26 +166,28 @@ def gather_kernel(
     total = tl.maximum(tl.minimum(k, end - begin), 0)
     if chunk == 0:
         tl.store(counts + head, total)
-        for r in tl.static_range(ROUNDS):
-            tl.store(
-                hists + (head * ROUNDS + r) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32)
-            )
+        tl.store(cursors + head, 0)
+        tl.store(hists + head * COARSE + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
     # the padding is shared out among the chunks
     for i in range(chunk * BLOCK, k, tl.num_programs(0) * BLOCK):
         slot = i + tl.arange(0, BLOCK)
         tl.store(indices + slot, -1, mask=(slot >= total) & (slot < k))
-    origin = chunk * BLOCK
-    if (origin >= end) | (origin + BLOCK <= begin):
-        return
-    cut, wanted = tl.load(cuts + head * 8 + 6), tl.load(cuts + head * 8 + 7)
     lane = tl.arange(0, CHUNKS)
     tallies += head * (2 * CHUNKS)
-    earlier = lane < chunk
-    above_before = tl.sum(tl.load(tallies + lane, mask=earlier, other=0), 0)
-    ties_before = tl.sum(tl.load(tallies + CHUNKS + lane, mask=earlier, other=0), 0)
+    aboves = tl.load(tallies + lane, mask=lane < tl.num_programs(0), other=0)
+    listed = tl.load(tallies + CHUNKS + lane, mask=lane < tl.num_programs(0), other=0)
+    if tl.sum(tl.where(lane == chunk, aboves + listed, 0), 0) == 0:
+        return
+    keys += head.to(tl.int64) * pitch
+    places += head.to(tl.int64) * pitch
+    origin, members = chunk * BLOCK, tl.sum(listed, 0)
     at = origin + tl.arange(0, BLOCK)
     keep = (at >= begin) & (at < end)
     key = ordered(tl.load(scores + head.to(tl.int64) * pitch + at, mask=keep, other=0.0))
+    found, wanted = tl.load(cuts + head * 2), tl.load(cuts + head * 2 + 1)
+    cut, wanted = boundary_key(keys, members, found, wanted, BLOCK)
+    above_before, ties_before = listed_before(keys, places, members, cut, origin, BLOCK)
+    above_before += tl.sum(tl.where(lane < chunk, aboves, 0), 0)
     tie = keep & (key == cut)
     taken = tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= wanted)
     chosen = (keep & (key > cut)) | taken

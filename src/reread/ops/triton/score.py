@@ -14,51 +14,63 @@ from .radix import count_coarse
 
 
 @triton.jit
+def mean_mass(logits, lse, head, at, inside, width, G: tl.constexpr):
+    """Mean over the G query heads of 2^(logit - lse); logits [B, H, width] base 2."""
+    total = tl.zeros_like(at).to(tl.float32)
+    for g in tl.static_range(G):
+        row = head.to(tl.int64) * G + g
+        t = tl.load(logits + row * width + at, mask=inside, other=float("-inf"))
+        total += tl.exp2(t - tl.load(lse + row))
+    return total / G
+
+
+@triton.jit
 def evidence_kernel(
     logits, lse, mass, width, low, high, active,
     HKV: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """mass(j) = mean over the G query heads of 2^(logit - lse), zero outside J. logits [B, H,
-    width] base 2."""
+    """mass(j), zero outside J."""
     head = tl.program_id(1)
     b = head // HKV
     if tl.load(active + b) == 0:
         return
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (at >= tl.load(low + b)) & (at < tl.load(high + b))
-    total = tl.zeros([BLOCK], tl.float32)
-    for g in tl.static_range(G):
-        row = head.to(tl.int64) * G + g
-        t = tl.load(logits + row * width + at, mask=inside, other=float("-inf"))
-        total += tl.exp2(t - tl.load(lse + row))
-    tl.store(
-        mass + head.to(tl.int64) * width + at, tl.where(inside, total / G, 0.0), mask=at < width
-    )
+    p = mean_mass(logits, lse, head, at, inside, width, G)
+    tl.store(mass + head.to(tl.int64) * width + at, tl.where(inside, p, 0.0), mask=at < width)
 
 
 @triton.jit
-def log_score_kernel(
-    mass, norms, prior_sums, scores, prefix, suffix, width, pitch, low, high, active,
-    eps, gamma, beta, power, eta, clip,
-    HKV: tl.constexpr, CHUNKS: tl.constexpr, PRIOR: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+def score_kernel(
+    source, lse, norms, prior_sums, scores, hists, width, pitch, low, high, active,
+    eps, gamma, beta, power, eta, clip, alpha,
+    HKV: tl.constexpr, G: tl.constexpr, CHUNKS: tl.constexpr, PRIOR: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, LOG: tl.constexpr, NMS: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """z = log(s + eps) with s the evidence, or its mixture with the prior (steps 3 to 6).
+    """Steps 3 to 6 but for the cross-head term: z = log(s + eps), s the evidence or its mixture
+    with the prior, then the maximum over [i - BEFORE, i + AFTER] within J; NMS: the score minus
+    alpha times what it lacks to that. Rows of `scores` are `pitch` apart.
 
-    Also the maxima of z from the begin of its aligned group of STRIDE positions (prefix) and to the
-    group's end (suffix), from which `refine_kernel` has any window's maximum in four loads. Rows of
-    the outputs are `pitch` apart, a multiple of BLOCK; outside J they hold minus infinity.
+    `source` holds the logits, or for G = 0 the mass. COUNT: also the top-K's first count. Blocks
+    overlap by the window, so that nothing passes between programs.
     """
     head = tl.program_id(1)
     b = head // HKV
-    begin, end = tl.load(low + b), tl.load(high + b)
-    origin = tl.program_id(0) * BLOCK
-    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
+    if tl.load(active + b) == 0:
         return
-    groups, lane = tl.arange(0, BLOCK // STRIDE), tl.arange(0, STRIDE)
-    at = origin + groups[:, None] * STRIDE + lane[None, :]
+    OUT: tl.constexpr = BLOCK - BEFORE - AFTER
+    begin, end = tl.load(low + b), tl.load(high + b)
+    origin = tl.program_id(0) * OUT
+    if (origin >= end) | (origin + OUT <= begin):
+        return
+    lane = tl.arange(0, BLOCK)
+    at = origin - BEFORE + lane
     inside = (at >= begin) & (at < end)
-    s = tl.load(mass + head.to(tl.int64) * width + at, mask=inside, other=0.0)
+    if G:
+        s = mean_mass(source, lse, head, at, inside, width, G)
+    else:
+        s = tl.load(source + head.to(tl.int64) * width + at, mask=inside, other=0.0)
     if PRIOR:
         norm = tl.load(norms + head.to(tl.int64) * width + at, mask=inside, other=1.0)
         i = tl.where(inside, at - begin, 0)
@@ -66,17 +78,26 @@ def log_score_kernel(
         top, lam, scale = mixture(prior_sums + head * (CHUNKS * 5), clip, CHUNKS)
         s = (1.0 - lam) * s + lam * (tl.exp(tl.minimum(t - top, 0.0)) * scale)
     z = tl.where(inside, tl.log(s + eps), float("-inf"))
-    to = head.to(tl.int64) * pitch + at
-    tl.store(scores + to, z)
-    if STRIDE > 1:
-        tl.store(prefix + to, tl.associative_scan(z, 1, larger))
-        tl.store(suffix + to, tl.associative_scan(z, 1, larger, reverse=True))
+    best = window_max(z, lane, BEFORE + AFTER + 1, LOG, BLOCK)
+    at = origin + lane
+    mine = (lane < OUT) & (at >= begin) & (at < end)
+    if NMS:
+        z = tl.where(mine, tl.gather(z, tl.minimum(lane + BEFORE, BLOCK - 1), 0), 0.0)
+        best = z - alpha * tl.maximum(best - z, 0.0)
+    tl.store(scores + head.to(tl.int64) * pitch + at, best, mask=mine)
+    if COUNT:
+        count_coarse(hists, head, tl.where(mine, best, 0.0), mine)
 
 
 @triton.jit
-def larger(a, b):
-    """The combining function of a running maximum."""
-    return tl.maximum(a, b)
+def window_max(z, lane, WIDTH: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr):
+    """Of lane i: the maximum over lanes i to i + WIDTH - 1; 2^LOG is the largest power of two in
+    WIDTH. The last WIDTH - 1 lanes see less."""
+    for i in tl.static_range(LOG):
+        z = tl.maximum(z, tl.gather(z, tl.minimum(lane + (1 << i), BLOCK - 1), 0))
+    if WIDTH > (1 << LOG):
+        z = tl.maximum(z, tl.gather(z, tl.minimum(lane + (WIDTH - (1 << LOG)), BLOCK - 1), 0))
+    return z
 
 
 @triton.jit
@@ -136,62 +157,17 @@ def mixture(sums, clip, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def refine_kernel(
-    scores, prefix, suffix, hists, pitch, low, high, active, alpha,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, STRIDE: tl.constexpr,
-    HKV: tl.constexpr, NMS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Maximum over [i - BEFORE, i + AFTER] within J; NMS: the score minus alpha times what it
-    lacks to that. In place. COUNT: also the first round of the top-K, for a launch less.
-
-    STRIDE, the largest power of two in the window: two runs of that length, one from the window's
-    begin and one to its end, cover it, and a run is the end of one group and the begin of the next.
-    """
-    head = tl.program_id(1)
-    b = head // HKV
-    begin, end = tl.load(low + b), tl.load(high + b)
-    origin = tl.program_id(0) * BLOCK
-    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
-        return
-    at = origin + tl.arange(0, BLOCK)
-    inside = (at >= begin) & (at < end)
-    # only blocks that touch J were written; groups lie whole within a block
-    first, last = begin // BLOCK * BLOCK, (end + BLOCK - 1) // BLOCK * BLOCK
-    row = head.to(tl.int64) * pitch
-    best = tl.maximum(
-        tl.maximum(
-            load_between(suffix + row, at - BEFORE, first, last),
-            load_between(prefix + row, at - BEFORE + STRIDE - 1, first, last),
-        ),
-        tl.maximum(
-            load_between(suffix + row, at + AFTER - STRIDE + 1, first, last),
-            load_between(prefix + row, at + AFTER, first, last),
-        ),
-    )
-    if NMS:
-        z = tl.load(scores + row + at, mask=inside, other=0.0)
-        best = z - alpha * tl.maximum(best - z, 0.0)
-    tl.store(scores + row + at, best, mask=inside)
-    if COUNT:
-        count_coarse(hists, head, best, inside)
-
-
-@triton.jit
-def load_between(values, at, first, last):
-    """values[at], minus infinity outside [first, last)."""
-    return tl.load(values + at, mask=(at >= first) & (at < last), other=float("-inf"))
-
-
-@triton.jit
 def cross_head_kernel(
-    scores, refined, pitch, low, high, active, alpha, temperature, eps,
+    scores, pitch, low, high, active, alpha, temperature, eps,
     HKV: tl.constexpr, HPAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """z + alpha log max(softmax over KV heads (z / T), eps); grid (chunks, B)."""
+    """z + alpha log max(softmax over KV heads (z / T), eps), in place; grid (chunks, B)."""
     b = tl.program_id(1)
+    if tl.load(active + b) == 0:
+        return
     begin, end = tl.load(low + b), tl.load(high + b)
     origin = tl.program_id(0) * BLOCK
-    if (tl.load(active + b) == 0) | (origin >= end) | (origin + BLOCK <= begin):
+    if (origin >= end) | (origin + BLOCK <= begin):
         return
     at, h = origin + tl.arange(0, BLOCK), tl.arange(0, HPAD)
     inside = (h < HKV)[:, None] & ((at >= begin) & (at < end))[None, :]
@@ -199,4 +175,4 @@ def cross_head_kernel(
     z = tl.load(scores + offset, mask=inside, other=-1.0e30)
     e = tl.exp((z - tl.max(z, 0)[None, :]) / temperature)
     share = e / tl.sum(e, 0)[None, :]
-    tl.store(refined + offset, z + alpha * tl.log(tl.maximum(share, eps)), mask=inside)
+    tl.store(scores + offset, z + alpha * tl.log(tl.maximum(share, eps)), mask=inside)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...config import SelectorConfig, SoftNMS, Span
 from ...errors import UnsupportedError
 from . import radix, score
-from .workspace import CHUNK, ROUNDS, Workspace
+from .decode import Allowed, Cache
+from .workspace import CHUNK, Workspace
 
 
 def select(
@@ -29,8 +30,8 @@ def select(
     """Choose again for the active rows, into `indices` and `counts`; other rows keep what they had.
 
     Without prior and cross-head term the positions are exactly those of the reference on the same
-    evidence; with them
-    sums run in another order, so that scores that differ by rounding alone may swap.
+    evidence; with them sums run in another order, so that scores that differ by rounding alone may
+    swap.
 
     Args:
         mass: fp32 [B, Hkv, L]; low, high: int32 [B], J of each row.
@@ -38,44 +39,102 @@ def select(
         active: int32 [B], 0 = leave the row alone; None: all rows.
         norms: fp32 [B, Hkv, L] key norms, needed where `config.lambda_clip` > 0.
     """
-    assert all(x.is_contiguous() for x in (mass, indices, counts))
-    before, after = _window(config)
+    assert mass.is_contiguous()
     rows, heads, width = mass.shape
+    plan = _plan((rows, heads, width), config, (low, high), active, work)
+    _scores(mass, 0, norms, plan, config, work)
+    _top_k(plan, work, indices, counts)
+
+
+def evidence(
+    kv: Cache, *, work: Workspace, allowed: Allowed, active: Tensor | None = None, heads: int
+) -> Tensor:
+    """The mass of the active rows from what the last attention call with `allowed` left in `work`.
+
+    Args:
+        allowed: that call's. active: int32 [B], of its dense rows; None: all. heads: query heads.
+
+    Returns:
+        fp32 [B, Hkv, L], zero outside J: a view of the workspace, good until the next call.
+    """
+    rows, kv_heads, width = kv.k.shape[:3]
     on = work.always[:rows] if active is None else active
-    blocks = triton.cdiv(width, CHUNK)
-    plan = Plan(
-        (blocks, rows * heads),
-        blocks * CHUNK,
-        (low, high, on),
-        before,
-        after,
-        config.alpha_cross > 0,
-    )
-    work.require_scores(rows * heads * plan.pitch)
-    scores = _log_scores(mass, norms, plan, config, work)
-    _top_k(_refine(*scores, heads, plan, config, work), heads, plan, work, indices, counts)
+    mass = work.mass.view(-1)[: rows * kv_heads * width].view(rows, kv_heads, width)
+    score.evidence_kernel[(triton.cdiv(width, CHUNK), rows * kv_heads)](
+        work.logits, work.lse, mass, width, *allowed, on,
+        HKV=kv_heads, G=heads // kv_heads, BLOCK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    return mass
+
+
+def refresh(
+    kv: Cache,
+    config: SelectorConfig,
+    *,
+    heads: int,
+    work: Workspace,
+    allowed: Allowed,
+    active: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    norms: Tensor | None = None,
+) -> None:
+    """`evidence` and `select` in one: the same positions, and no mass is written where there is no
+    prior.
+
+    Args:
+        heads: query heads. allowed: as in the attention call before this one. active: int32 [B],
+            which of that call's dense rows choose again. The others as for `select`.
+    """
+    if config.lambda_clip > 0:
+        mass = evidence(kv, work=work, allowed=allowed, active=active, heads=heads)
+        select(
+            mass, *allowed, config,
+            work=work, indices=indices, counts=counts, active=active, norms=norms,
+        )  # fmt: skip
+        return
+    rows, kv_heads, width = kv.k.shape[:3]
+    plan = _plan((rows, kv_heads, width), config, allowed, active, work)
+    _scores(work.logits, heads // kv_heads, None, plan, config, work)
+    _top_k(plan, work, indices, counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of one call: grid, row pitch of the scores, J and active rows, refinement window."""
+    """Of one call: rows times KV heads, row pitch of the scores, J and active rows, refinement
+    window."""
 
-    grid: tuple[int, int]
-    pitch: int
+    heads: int
+    kv_heads: int
+    width: int
     span: tuple[Tensor, Tensor, Tensor]
     before: int
     after: int
-    cross: bool
 
     @property
-    def stride(self) -> int:
-        """Largest power of two in the window."""
-        return 1 << ((self.before + self.after + 1).bit_length() - 1)
+    def grid(self) -> tuple[int, int]:
+        """Of all kernels but those that overlap or see several heads."""
+        return triton.cdiv(self.width, CHUNK), self.heads
 
     @property
-    def counted(self) -> bool:
-        """Whether refinement comes last, and so does the top-K's first round too."""
-        return self.stride > 1 and not self.cross
+    def pitch(self) -> int:
+        """Distance of two rows of scores, whole chunks."""
+        return self.grid[0] * CHUNK
+
+
+def _plan(
+    shape: tuple[int, int, int],
+    config: SelectorConfig,
+    allowed: Allowed,
+    active: Tensor | None,
+    work: Workspace,
+) -> Plan:
+    """shape: B, Hkv, L."""
+    rows, kv_heads, width = shape
+    on = work.always[:rows] if active is None else active
+    plan = Plan(rows * kv_heads, kv_heads, width, (*allowed, on), *_window(config))
+    work.require_scores(plan.heads * plan.pitch)
+    return plan
 
 
 def _window(config: SelectorConfig) -> tuple[int, int]:
@@ -85,83 +144,68 @@ def _window(config: SelectorConfig) -> tuple[int, int]:
         before, after = config.refine.ahead, config.refine.back
     elif isinstance(config.refine, SoftNMS):
         before = after = config.refine.neighbourhood // 2
-    if before + after >= 2 * CHUNK - 1:
+    # blocks of CHUNK positions overlap by the window
+    if before + after > CHUNK // 2:
         raise UnsupportedError(
             f"the Triton kernels do not cover a refinement over {before + after + 1} positions: "
-            f"at most {2 * CHUNK - 1}"
+            f"at most {CHUNK // 2 + 1}"
         )
     return before, after
 
 
-def _log_scores(
-    mass: Tensor, norms: Tensor | None, plan: Plan, config: SelectorConfig, work: Workspace
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, and their maxima within groups."""
-    prior = config.lambda_clip > 0
-    heads, width = mass.shape[1:]
+def _scores(
+    source: Tensor,
+    group: int,
+    norms: Tensor | None,
+    plan: Plan,
+    config: SelectorConfig,
+    work: Workspace,
+) -> None:
+    """Refined scores of `source`, the mass or for a group > 0 the logits, and the top-K's first
+    count."""
+    prior, cross = config.lambda_clip > 0, config.alpha_cross > 0
     constants = (config.eps, config.gamma, config.beta, config.p, config.eta)
     if prior:
         assert norms is not None, "the prior needs key norms"
         assert norms.is_contiguous()
         # the chunks beyond the grid are read too
-        score.prior_sums_kernel[(work.chunks, plan.grid[1])](
-            mass, norms, work.prior_sums, width, *plan.span, *constants,
-            HKV=heads, CHUNKS=work.chunks, BLOCK=CHUNK, num_warps=8,
+        score.prior_sums_kernel[(work.chunks, plan.heads)](
+            source, norms, work.prior_sums, plan.width, *plan.span, *constants,
+            HKV=plan.kv_heads, CHUNKS=work.chunks, BLOCK=CHUNK, num_warps=8,
         )  # fmt: skip
-    scores, prefix, suffix = work.scores
-    score.log_score_kernel[plan.grid](
-        mass, norms if prior else mass, work.prior_sums, scores, prefix, suffix, width, plan.pitch,
-        *plan.span, *constants, config.lambda_clip,
-        HKV=heads, CHUNKS=work.chunks, PRIOR=prior, STRIDE=plan.stride, BLOCK=CHUNK, num_warps=8,
+    nms = config.refine if isinstance(config.refine, SoftNMS) else None
+    window = plan.before + plan.after
+    # for NMS a fused multiply-add would round once where the reference rounds twice
+    score.score_kernel[(triton.cdiv(plan.width, CHUNK - window), plan.heads)](
+        source, work.lse, norms if prior else source, work.prior_sums, work.scores, work.hists,
+        plan.width, plan.pitch, *plan.span, *constants, config.lambda_clip,
+        nms.alpha if nms else 0.0,
+        HKV=plan.kv_heads, G=group, CHUNKS=work.chunks, PRIOR=prior, BEFORE=plan.before,
+        AFTER=plan.after, LOG=(window + 1).bit_length() - 1, NMS=nms is not None,
+        COUNT=not cross, BLOCK=CHUNK, num_warps=8, enable_fp_fusion=nms is None,
     )  # fmt: skip
-    return scores, prefix, suffix
+    if cross:
+        _cross_heads(plan, config, work)
 
 
-def _refine(
-    scores: Tensor,
-    prefix: Tensor,
-    suffix: Tensor,
-    heads: int,
-    plan: Plan,
-    config: SelectorConfig,
-    work: Workspace,
-) -> Tensor:
-    """Returns the tensor that holds the refined scores."""
-    if plan.stride > 1:
-        nms = config.refine if isinstance(config.refine, SoftNMS) else None
-        # a fused multiply-add would round once where the reference rounds twice
-        score.refine_kernel[plan.grid](
-            scores, prefix, suffix, work.hists, plan.pitch, *plan.span, nms.alpha if nms else 0.0,
-            BEFORE=plan.before, AFTER=plan.after, STRIDE=plan.stride,
-            HKV=heads, NMS=nms is not None, COUNT=plan.counted, BLOCK=CHUNK,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
-    if plan.cross:
-        padded, block = triton.next_power_of_2(heads), 256
-        rows = plan.grid[1] // heads
-        score.cross_head_kernel[(plan.pitch // block, rows)](
-            scores, prefix, plan.pitch, *plan.span,
-            config.alpha_cross, config.temperature, config.eps,
-            HKV=heads, HPAD=padded, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-        return prefix
-    return scores
-
-
-def _top_k(
-    scores: Tensor, heads: int, plan: Plan, work: Workspace, indices: Tensor, counts: Tensor
-) -> None:
-    k, span = indices.shape[2], (plan.pitch, *plan.span)
-    for turn in range(1 if plan.counted else 0, ROUNDS):
-        radix.histogram_kernel[plan.grid](
-            scores, work.hists, work.cuts, *span, k,
-            HKV=heads, ROUND=turn, BLOCK=CHUNK, num_warps=8,
-        )  # fmt: skip
-    radix.count_kernel[plan.grid](
-        scores, work.hists, work.cuts, work.tallies, *span, k,
-        HKV=heads, CHUNKS=work.chunks, BLOCK=CHUNK, num_warps=8,
+def _cross_heads(plan: Plan, config: SelectorConfig, work: Workspace) -> None:
+    """The cross-head term, in place, and the count."""
+    block = 256
+    score.cross_head_kernel[(plan.pitch // block, plan.heads // plan.kv_heads)](
+        work.scores, plan.pitch, *plan.span, config.alpha_cross, config.temperature, config.eps,
+        HKV=plan.kv_heads, HPAD=triton.next_power_of_2(plan.kv_heads), BLOCK=block, num_warps=4,
     )  # fmt: skip
-    radix.gather_kernel[plan.grid](
-        scores, work.hists, work.cuts, work.tallies, indices, counts, *span, k,
-        HKV=heads, CHUNKS=work.chunks, BLOCK=CHUNK, num_warps=8,
+    radix.coarse_kernel[plan.grid](
+        work.scores, work.hists, plan.pitch, *plan.span,
+        HKV=plan.kv_heads, BLOCK=CHUNK, num_warps=8,
     )  # fmt: skip
+
+
+def _top_k(plan: Plan, work: Workspace, indices: Tensor, counts: Tensor) -> None:
+    assert indices.is_contiguous()
+    assert counts.is_contiguous()
+    shared = (work.scores, work.hists, work.cursors, work.cuts, work.tallies, *work.members)
+    tail = (plan.pitch, *plan.span, indices.shape[2])
+    fixed = {"HKV": plan.kv_heads, "CHUNKS": work.chunks, "BLOCK": CHUNK, "num_warps": 8}
+    radix.list_kernel[plan.grid](*shared, *tail, **fixed)
+    radix.gather_kernel[plan.grid](*shared, indices, counts, *tail, **fixed)

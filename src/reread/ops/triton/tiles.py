@@ -46,13 +46,6 @@ def absorb(t, vv, m, z, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def absorb_sum(t, m, z):
-    """The same for maximum and sum alone."""
-    m_new = tl.maximum(m, tl.max(t, 1))
-    return m_new, z * tl.exp2(m - m_new) + tl.sum(tl.exp2(t - m_new[:, None]), 1)
-
-
-@triton.jit
 def walk_span(
     qs, k, v, k_step, v_step, first, last, scale2, m, z, acc,
     BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,15 +63,11 @@ def walk_span(
 
 
 @triton.jit
-def walk_span_with_evidence(
-    qs, k, v, k_step, v_step, first, last, scale2, m, z, acc, logits, width, low, high, mj, lj,
+def walk_span_with_logits(
+    qs, k, v, k_step, v_step, first, last, scale2, m, z, acc, logits, width,
     BN: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`walk_span` that also stores the logits (fp32, rows `width` apart) and sums over J = [low,
-    high) alone.
-
-    J has its own maximum: a sink may outweigh all of J by more than fp32 can hold.
-    """
+    """`walk_span` that also stores the logits (fp32, rows `width` apart)."""
     d, lane, g = tl.arange(0, D), tl.arange(0, BN), tl.arange(0, ROWS)
     for n in range(first, last, BN):
         at = n + lane
@@ -87,12 +76,10 @@ def walk_span_with_evidence(
         kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
         vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
         t = logits_of(qs, kk, keep, scale2, PRECISION)
-        inside = (at >= low) & (at < high)
         store = keep[None, :] & (g < G)[:, None]
         tl.store(logits + g[:, None].to(tl.int64) * width + at[None, :], t, mask=store)
-        mj, lj = absorb_sum(tl.where(inside[None, :], t, float("-inf")), mj, lj)
         m, z, acc = absorb(t, vv, m, z, acc, PRECISION)
-    return m, z, acc, mj, lj
+    return m, z, acc
 
 
 @triton.jit

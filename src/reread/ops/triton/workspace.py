@@ -3,7 +3,7 @@ layers, never grown."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ MAX_GROUP = 16
 MAX_ROWS = 64
 MAX_LENGTH = 262_144
 CHUNK = 2048  # positions that one program of the Selector handles
-BINS = 2048
-ROUNDS = 4  # of the radix top-K
+BINS = 256  # of the top-K's counts
 MAX_SPLITS = 16
 
 
@@ -70,7 +69,8 @@ class Workspace:
         programs: what dense work is cut into; 0: one program an SM.
         evidence: whether slow steps feed a Selector; without, its share is not allocated.
         parts, sums: unfinished softmax results of the attention kernels.
-        lse, logits, mass: evidence. scores, hists, cuts, tallies, prior_sums: the Selector.
+        lse, logits, mass: evidence. scores, members, hists, cursors, cuts, tallies, prior_sums: the
+            Selector.
     """
 
     rows: int
@@ -87,7 +87,9 @@ class Workspace:
     logits: Tensor = field(init=False)
     mass: Tensor = field(init=False)
     scores: Tensor = field(init=False)
+    members: Tensor = field(init=False)
     hists: Tensor = field(init=False)
+    cursors: Tensor = field(init=False)
     cuts: Tensor = field(init=False)
     tallies: Tensor = field(init=False)
     prior_sums: Tensor = field(init=False)
@@ -106,11 +108,13 @@ class Workspace:
         self.lse = self._fp32(self.rows, self.heads)
         self.logits = self._fp32(self.rows, self.heads, width)
         self.mass = self._fp32(self.rows, self.kv_heads, width)
-        # scores, and their maxima within groups, in whole chunks
-        self.scores = self._fp32(3, heads * -(-width // CHUNK) * CHUNK)
-        # the kernels leave the histograms at zero for the next call
-        self.hists = torch.zeros(heads, ROUNDS, BINS, dtype=torch.int32, device=self.device)
-        self.cuts = torch.zeros(heads, ROUNDS, 2, dtype=torch.int32, device=self.device)
+        size = heads * -(-width // CHUNK) * CHUNK  # in whole chunks
+        self.scores = self._fp32(size)
+        self.members = torch.empty(2, size, dtype=torch.int32, device=self.device)
+        # the kernels leave histograms and cursors at zero for the next call
+        self.hists = torch.zeros(heads, BINS, dtype=torch.int32, device=self.device)
+        self.cursors = torch.zeros(heads, dtype=torch.int32, device=self.device)
+        self.cuts = torch.zeros(heads, 2, dtype=torch.int32, device=self.device)
         self.tallies = torch.zeros(heads, 2, self.chunks, dtype=torch.int32, device=self.device)
         self.prior_sums = self._fp32(heads, 5, self.chunks)
 
@@ -129,7 +133,7 @@ class Workspace:
 
     def require_scores(self, size: int) -> None:
         """As `require`, for the Selector."""
-        assert size <= self.scores.shape[1], (size, self.scores.shape)
+        assert size <= self.scores.numel(), (size, self.scores.shape)
 
     def _fp32(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.device)
@@ -148,15 +152,5 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        names = (
-            "parts",
-            "sums",
-            "lse",
-            "logits",
-            "mass",
-            "scores",
-            "hists",
-            "cuts",
-            "tallies",
-        )
-        return sum(getattr(self, name).nbytes for name in (*names, "prior_sums", "always"))
+        values = (getattr(self, f.name) for f in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))

@@ -1,0 +1,1 @@
+"""Timing on a GPU. Importing it needs no GPU; calling it does."""

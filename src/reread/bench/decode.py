@@ -1,0 +1,323 @@
+"""Whole decode steps: the same compiled and captured model with dense attention of several kinds,
+and with slow-fast decoding at the true rate of slow steps.
+
+Weights, keys and the times at which rows are slow are random; what is timed does not depend on the
+numbers. The context does not grow while an arm is timed, so every step of an arm reads equally
+much.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import DeviceRow, LayerState, StepPlan
+from ..config import Config
+from ..device import Arena, StepShape
+from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
+from ..shapes import Shape
+from ..types import StepKind
+from .arms import DenseArena, DenseArm, NoAttention
+from .model import random_caches, random_model
+from .timing import milliseconds, require_cuda
+
+Record = dict[str, Any]
+Progress = Callable[[str], None]
+REPEATS, GROUP = 9, 8  # groups that a median is taken of, replays in each
+SEQUENCE = 240  # steps of a simulated text
+TOLERANCE = 0.1  # relative error of logits: two dense kernels differ by 0.04 in a random bf16 model
+
+
+@dataclass(slots=True)
+class Bench:
+    """A random model and its caches.
+
+    Attributes:
+        context: cached positions of every row, the new token included.
+        bandwidth: bytes a second of a device copy, measured in the same run.
+    """
+
+    shape: Shape
+    rows: int
+    context: int
+    config: Config
+    bandwidth: float
+    model: Any
+    weights: Weights
+    states: dict[int, LayerState] = field(default_factory=dict)
+
+    def graphs(self, arena: Arena, *, compiled: bool = True) -> StepGraphs:
+        """Captured steps over an arena."""
+        return StepGraphs(self.model, self.model.forward, arena, self.weights, compiled=compiled)
+
+    def floor_ms(self, keys: float) -> float:
+        """Milliseconds to read the weights once, and `keys` keys and values in every row."""
+        kv = keys * self.rows * self.shape.kv_bytes_per_token()
+        return (self.shape.active_weight_bytes(self.rows) + kv) / self.bandwidth * 1e3
+
+    def plan(self, kinds: Sequence[StepKind]) -> StepPlan:
+        """A step in which every row stands at the same context."""
+        rows = (0,) * self.rows, (True,) * self.rows
+        return StepPlan(tuple(kinds), rows[0], self.context, None, rows[1])
+
+    def step(self, graphs: StepGraphs, kinds: Sequence[StepKind], ages: Sequence[int]) -> Tensor:
+        """Run one step; ages: steps since each row's last slow one. Returns logits [B, V]."""
+        arena, plan = graphs.arena, self.plan(kinds)
+        count = min(self.config.k, self.context)
+        for row, age in enumerate(ages):
+            known = DeviceRow(self.context - self.config.recent - age, count)
+            for state in self.states.values():
+                state.chosen[row] = known
+        arena.begin(plan, self.states)
+        output = graphs.run(StepShape.of(plan.kinds), self._ids, None, self.context)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    @property
+    def _ids(self) -> Tensor:
+        return torch.arange(self.rows, device=self.model.device)[:, None] + 7
+
+
+def measure(
+    shape: Shape,
+    rows: int,
+    context: int,
+    config: Config,
+    *,
+    slow_every: Sequence[float],
+    arms: Sequence[DenseArm],
+    bandwidth: float,
+    progress: Progress = lambda _: None,
+    model: Any = None,
+    weights: Weights | None = None,
+) -> Record:
+    """All arms for one shape, batch and context.
+
+    Args:
+        slow_every: mean steps between slow ones of a row, one sequence each.
+        bandwidth: bytes a second of a device copy.
+        model, weights: made before, for several contexts; None makes them.
+
+    Returns:
+        plain values: arms with milliseconds per step, roofline share and tokens per second; the
+        preset's with speed-up over the fastest dense arm.
+
+    Raises:
+        UnsupportedError: no CUDA device. InputError: it does not fit.
+    """
+    device = require_cuda()
+    if model is None:
+        progress("building the model")
+        model = random_model(shape, device, torch.bfloat16)
+    if weights is None:
+        weights = Weights(model, decoder_layers(model, shape.total_layers))
+    bench = Bench(shape, rows, context, config, bandwidth, model, weights)
+    progress("filling the caches")
+    bench.states = random_caches(shape, rows, context, device, torch.bfloat16)
+    record: Record = {
+        "shape": shape.name, "rows": rows, "context": context, "slow_every": list(slow_every),
+    }  # fmt: skip
+    dense, logits = _dense_arms(bench, arms, progress)
+    runnable = [arm for arm in dense if "ms" in arm]
+    fastest = min(runnable, key=lambda arm: arm["ms"])
+    ours = _our_arms(bench, slow_every, logits, fastest, progress)
+    record |= {
+        "kv_bytes": rows * context * shape.kv_bytes_per_token(),
+        "fastest_dense": fastest["arm"], "dense": dense, **ours,
+    }  # fmt: skip
+    bench.states.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return record
+
+
+def _dense_arms(
+    bench: Bench, arms: Sequence[DenseArm], progress: Progress
+) -> tuple[list[Record], Tensor]:
+    """Each dense arm, its logits checked against those of our own kernel."""
+    kinds, ages = [StepKind.FULL] * bench.rows, [0] * bench.rows
+    heads = bench.shape.heads
+    progress("reread-dense: compiling, capturing")
+    own = bench.graphs(DenseArena(bench.states, heads, None, bench.context))
+    want = bench.step(own, kinds, ages).clone()
+    records: list[Record] = []
+    for arm in arms:
+        progress(f"dense: {arm.name}")
+        if arm.missing:
+            records.append({"arm": arm.name, "not_run": arm.missing})
+            continue
+        graphs = bench.graphs(DenseArena(bench.states, heads, arm.attention, bench.context))
+        try:
+            error = difference(bench.step(graphs, kinds, ages), want)
+        except RuntimeError as failed:
+            why = str(failed).splitlines()[0][:200]
+            records.append({"arm": arm.name, "not_run": f"failed: {why}"})
+            continue
+        require_close(error, f"dense arm {arm.name}")
+        timed = timing(bench, graphs, kinds)
+        floor = bench.floor_ms(bench.context)
+        records.append(
+            {"arm": arm.name, **timed, "floor_ms": floor, "roofline": floor / timed["ms"],
+             "tokens_per_s": bench.rows / timed["ms"] * 1e3, "error": error}
+        )  # fmt: skip
+    progress("without attention")
+    bare = bench.graphs(NoAttention(bench.states, heads, Config.preset("dense")))
+    timed = timing(bench, bare, kinds)
+    records.append({"arm": "no attention", **{f"bare_{k}": v for k, v in timed.items()}})
+    return records, want
+
+
+def _our_arms(
+    bench: Bench,
+    slow_every: Sequence[float],
+    dense_logits: Tensor,
+    fastest: Record,
+    progress: Progress,
+) -> Record:
+    """The preset with the refresh in line and on a second stream."""
+    out: Record = {}
+    for name in ("in line", "asynchronous"):
+        progress(f"slow-fast, refresh {name}: capturing")
+        arena = Arena(
+            bench.states, bench.shape.heads, bench.config, asynchronous=name == "asynchronous"
+        )
+        graphs = bench.graphs(arena)
+        errors = check(bench, graphs, dense_logits)
+        out[name] = {**parts(bench, graphs), "errors": errors, "extra_bytes": arena.nbytes}
+        for gap in slow_every:
+            progress(f"slow-fast, refresh {name}: one slow step in {gap:g}")
+            out[name][f"1/{gap:g}"] = sequence(bench, graphs, gap, fastest)
+    return {"slow_fast": out}
+
+
+def check(bench: Bench, graphs: StepGraphs, dense_logits: Tensor) -> Record:
+    """Slow steps give dense's logits; a fast step gives those of the reference on the same
+    selection; in a mixed step each row gives what its own kind gives."""
+    rows, ages = bench.rows, [0] * bench.rows
+    slow = bench.step(graphs, [StepKind.SLOW] * rows, ages).clone()
+    fast = bench.step(graphs, [StepKind.FAST] * rows, ages).clone()
+    errors = {"slow": difference(slow, dense_logits)}
+    errors["fast"] = difference(_reference_step(bench, graphs), fast)
+    if rows > 1:
+        kinds = [StepKind.SLOW if b % 2 else StepKind.FAST for b in range(rows)]
+        mixed = bench.step(graphs, kinds, ages)
+        want = torch.stack([(slow if b % 2 else fast)[b] for b in range(rows)])
+        errors["mixed"] = difference(mixed, want)
+    for kind, error in errors.items():
+        require_close(error, f"{kind} step")
+    return errors
+
+
+class _ReferenceArena(Arena):
+    """Reads what another arena selected, with the reference's attention."""
+
+    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
+        from ..ops import reference
+        from ..types import KVView, Selection
+
+        buffer, length = self.buffers[layer], int(self.field("lengths")[0])
+        view = KVView(buffer.k, buffer.v, (0,) * self.rows, (length,) * self.rows)
+        selection = Selection(self.indices[layer], self.counts[layer])
+        window = self.field("window").tolist()
+        return reference.decode_sparse(
+            q, view, selection, window, sink=self.config.sink, scale=scale
+        )
+
+
+def _reference_step(bench: Bench, graphs: StepGraphs) -> Tensor:
+    """The logits of a fast step whose attention is the reference's, not captured."""
+    arena = _ReferenceArena(bench.states, bench.shape.heads, bench.config)
+    arena.inherit(graphs.arena)
+    arena.step.copy_(graphs.arena.step)
+    plain = bench.graphs(arena, compiled=False)
+    plain.captures = False
+    return bench.step(plain, [StepKind.FAST] * bench.rows, [0] * bench.rows)
+
+
+def parts(bench: Bench, graphs: StepGraphs) -> Record:
+    """Milliseconds of an all-fast step, of one with a single slow row, of an all-slow one."""
+    rows = bench.rows
+    fast = [StepKind.FAST] * rows
+    one = [StepKind.SLOW, *fast[1:]]
+    out: Record = {}
+    for name, kinds in (("fast", fast), ("one_slow_row", one), ("slow", [StepKind.SLOW] * rows)):
+        out[name] = timing(bench, graphs, kinds)
+    keys = bench.config.budget
+    out["fast"]["floor_ms"] = floor = bench.floor_ms(keys)
+    out["fast"]["roofline"] = floor / out["fast"]["ms"]
+    extra = out["one_slow_row"]["ms"] - out["fast"]["ms"]
+    size = (bench.context - keys) * bench.shape.kv_bytes_per_token()
+    out["one_slow_row"]["share_of_bandwidth"] = size / (extra * 1e-3) / bench.bandwidth
+    return out
+
+
+def sequence(bench: Bench, graphs: StepGraphs, gap: float, fastest: Record) -> Record:
+    """Rows become slow independently, on average every `gap` steps; mean milliseconds a step."""
+    steps = slow_steps(bench.rows, gap, SEQUENCE)
+    ages = [0] * bench.rows
+
+    def run() -> None:
+        for slow in steps:
+            kinds = [StepKind.SLOW if b in slow else StepKind.FAST for b in range(bench.rows)]
+            bench.step(graphs, kinds, ages)
+            ages[:] = [0 if b in slow else age + 1 for b, age in enumerate(ages)]
+
+    ms = milliseconds(run) / len(steps)
+    rate = sum(map(len, steps)) / (len(steps) * bench.rows)
+    keys = bench.config.budget + rate * (bench.context - bench.config.budget)
+    floor = bench.floor_ms(keys)
+    return {
+        "ms": ms, "speedup": fastest["ms"] / ms, "slow_rate": rate,
+        "mixed_steps": sum(1 for s in steps if s) / len(steps), "floor_ms": floor,
+        "roofline": floor / ms, "tokens_per_s": bench.rows / ms * 1e3,
+        "keys_read_share": keys / bench.context,
+    }  # fmt: skip
+
+
+def slow_steps(rows: int, gap: float, steps: int) -> list[set[int]]:
+    """Which rows are slow in each step: independent draws of a fixed seed, with exactly the share
+    1 / gap of all rows and steps."""
+    draw = random.Random(0)
+    out: list[set[int]] = [set() for _ in range(steps)]
+    every = [(step, row) for step in range(steps) for row in range(rows)]
+    for step, row in draw.sample(every, math.ceil(len(every) / gap)):
+        out[step].add(row)
+    return out
+
+
+def timing(bench: Bench, graphs: StepGraphs, kinds: Sequence[StepKind]) -> Record:
+    """Milliseconds of one captured step: median, p20 and p80 of groups of replays, back to back so
+    that the host's part is not in it."""
+    bench.step(graphs, kinds, [0] * bench.rows)
+    shape = StepShape.of(tuple(kinds))
+
+    def group() -> None:
+        for _ in range(GROUP):
+            graphs.replay(shape)
+
+    group()
+    times = sorted(milliseconds(group) / GROUP for _ in range(REPEATS))
+    return {
+        "ms": statistics.median(times), "p20": times[len(times) // 5],
+        "p80": times[-1 - len(times) // 5],
+    }  # fmt: skip
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """Relative error in the 2-norm, the worst row's; [B, V]."""
+    got, want = got.float(), want.float()
+    return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
+
+
+def require_close(error: float, what: str) -> None:
+    """Nothing wrong is timed."""
+    if not error < TOLERANCE:
+        raise AssertionError(f"{what}: logits differ by {error:.3g}, more than {TOLERANCE}")

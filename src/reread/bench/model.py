@@ -1,0 +1,64 @@
+"""A model of a given shape with random weights, and caches full of random keys: speed does not
+depend on what the numbers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..attention import LayerState
+from ..config import Config
+from ..device import Arena, check_memory
+from ..kv import Buffers
+from ..shapes import Shape, hf_config
+
+SPREAD = 0.02  # standard deviation of the weights, as models of these families start from
+
+
+def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+    """A transformers model of `shape`, built on `device`, in evaluation mode.
+
+    Raises:
+        InputError: it would not fit; says what is free.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(hf_config(shape))
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    check_memory(device, shape.weight_bytes * dtype.itemsize // 2, 1, 1)
+    torch.manual_seed(0)
+    with torch.device(device), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, SPREAD)
+    return model.eval()
+
+
+def random_caches(
+    shape: Shape, rows: int, positions: int, device: torch.device, dtype: torch.dtype
+) -> dict[int, LayerState]:
+    """Caches of `positions` random keys and values in every layer.
+
+    Raises:
+        InputError: they would not fit; says what would.
+    """
+    check_memory(device, rows * positions * shape.kv_bytes_per_token(dtype.itemsize), rows, positions)
+    states = {}
+    for layer in range(shape.layers):
+        size = (rows, shape.kv_heads, positions, shape.head_dim)
+        k, v = (torch.empty(size, device=device, dtype=dtype).normal_() for _ in range(2))
+        state = LayerState()
+        state.kv.use(Buffers(k, v, None))
+        state.kv.length = positions
+        state.chosen = [None] * rows
+        states[layer] = state
+    return states
+
+
+def arena_of(
+    states: dict[int, LayerState], shape: Shape, config: Config, *, asynchronous: bool = False
+) -> Arena:
+    """An arena around random caches."""
+    return Arena(states, shape.heads, config, asynchronous=asynchronous)

@@ -1,0 +1,296 @@
+"""How decode steps run on the GPU: which conversation has which arena, and whether steps are graphs
+or run kernel by kernel."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...attention import DeviceRow, Meter, StepPlan, choose, tail_mass
+from ...config import Config
+from ...device import RING, Arena, RowStep, StepShape, check_memory, refusal
+from ...errors import RereadError, UnsupportedError
+from ...types import KVView, StepKind
+from .conversation import Conversation
+from .facts import kv_shape
+from .graph import StepGraphs, Weights, decoder_layers
+
+# keywords of a forward that a captured step understands
+KNOWN = frozenset(
+    ("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache")
+)
+# and those that change nothing for one new token, at these values
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "return_dict": (True, None),
+    "logits_to_keep": (0, 1),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+    "labels": (None,),
+    "inputs_embeds": (None,),
+    "token_type_ids": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """One decode step of all rows, uploaded and ready to run."""
+
+    conversation: Conversation
+    arena: Arena
+    plan: StepPlan
+    rows: list[RowStep]
+
+    @property
+    def shape(self) -> StepShape:
+        """Which kernels it needs."""
+        return StepShape.of(self.plan.kinds)
+
+    def finish(self, meter: Meter) -> None:
+        """All layers have run."""
+        self.arena.barrier()
+        self.arena.finish(self.plan, self.rows, self.conversation.states, meter)
+
+
+class Runner:
+    """Made by a session whose backend is Triton.
+
+    Attributes:
+        obstacle: why steps are not captured; "" where they are.
+        ran: how the latest step ran, for the stats.
+        uncaptured: the argument that kept the latest step from being captured; "" if none.
+        notes: what else the user should know.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        layers: tuple[int, ...],
+        *,
+        asynchronous: bool = False,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """`layers`: indices of those that are made sparse.
+
+        Raises:
+            UnsupportedError: a head dim or dtype that the kernels do not cover, or
+                runner="graph" where steps cannot be captured.
+        """
+        self._model, self._config, self._asynchronous = model, config, asynchronous
+        self._progress = progress
+        text = model.config.get_text_config(decoder=True)
+        self.heads = int(text.num_attention_heads)
+        self._kv_heads, self._dim = kv_shape(text)
+        self._layers = layers
+        self._forward: Callable[..., Any] = model.forward
+        self._weights: Weights | None = None
+        self._compiles = True
+        self._graphs: weakref.WeakKeyDictionary[Arena, StepGraphs] = weakref.WeakKeyDictionary()
+        self._free: list[Arena] = []
+        self.ran = ""
+        self.notes: list[str] = []
+        self.uncaptured = ""
+        self.obstacle = "runner='eager'" if config.runner == "eager" else obstacle(model, layers)
+        self.check(1, 1)
+        if config.runner == "graph" and self.obstacle:
+            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
+
+    def close(self) -> None:
+        """Give back graphs, arenas and changed weights."""
+        self._graphs.clear()
+        self._free.clear()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
+    # -- before a prefill
+
+    def check(self, rows: int, positions: int) -> None:
+        """Refuse a conversation that the kernels do not cover, before its prefill.
+
+        Raises:
+            UnsupportedError: names the value.
+        """
+        reason = ops.kernels_lack(
+            rows, self.heads, self._kv_heads, self._dim, positions, self._model.dtype
+        )
+        if reason is not None:
+            raise UnsupportedError(refusal(reason))
+
+    def prepare_prefill(self, conversation: Conversation, positions: int) -> None:
+        """Before a prefill to `positions` columns in all: reuse an arena, or see that memory is
+        there.
+
+        Raises:
+            InputError: the caches would not fit; says what would.
+        """
+        rows = len(conversation.controller.rows)
+        self.check(rows, positions)
+        if conversation.length:
+            return
+        if self._weights is not None and self._weights.moved:
+            self.close()
+        found = next((a for a in self._free if a.rows == rows and a.capacity >= positions), None)
+        if found is None:
+            if self._free:
+                self._free.clear()
+                gc.collect()
+            check_memory(
+                self._model.device, self._bytes(rows) * positions, rows, positions
+            )
+            return
+        self._free.remove(found)
+        for i, state in conversation.states.items():
+            state.kv.use(found.buffers[i])
+        self._adopt(conversation, found)
+
+    def _bytes(self, rows: int) -> int:
+        """Of one position in all rows: keys and values, and the scratch of slow steps."""
+        keys = 2 * self._kv_heads * self._dim * self._model.dtype.itemsize * len(self._layers)
+        scratch = 4 * (self.heads + 4 * self._kv_heads) * (RING if self._asynchronous else 1)
+        return rows * (keys + scratch)
+
+    def _adopt(self, conversation: Conversation, arena: Arena) -> None:
+        conversation.arena = arena
+        # with the conversation its caches are gone, and the next one can have their memory
+        weakref.finalize(conversation, self._free.append, arena).atexit = False
+
+    # -- a decode step
+
+    def prepare(self, conversation: Conversation) -> None:
+        """Before a step is planned: room for its keys, and an arena around the caches."""
+        states, before = conversation.states, conversation.arena
+        for state in states.values():
+            state.kv.ensure_room()
+        if before is not None and before.holds(states):
+            return
+        arena = Arena(states, self.heads, self._config, asynchronous=self._asynchronous)
+        if before is not None and before.rows == arena.rows:
+            arena.inherit(before)
+        else:
+            for state in states.values():
+                state.chosen = [None] * len(state.chosen)
+        self._adopt(conversation, arena)
+
+    def begin(self, conversation: Conversation, plan: StepPlan) -> DeviceStep:
+        """Tell the device what the step is."""
+        arena = conversation.arena
+        assert arena is not None
+        for b, kind in enumerate(plan.kinds):
+            if kind is StepKind.FAST:
+                self._seed(conversation, arena, plan, b)
+        return DeviceStep(conversation, arena, plan, arena.begin(plan, conversation.states))
+
+    def _seed(self, conversation: Conversation, arena: Arena, plan: StepPlan, b: int) -> None:
+        """The first step after a prefill, chosen by the prefill's own last queries."""
+        for i, state in conversation.states.items():
+            if state.chosen[b] is not None:
+                continue
+            end = state.kv.length
+            view = KVView(
+                state.kv.keys, state.kv.values, plan.starts, (end,) * arena.rows, plan.valid
+            ).row(b)
+            before, mass, allowed = tail_mass(state, b, view, self._config, state.scale)
+            indices, counts = choose(state, b, before, mass, allowed, self._config)
+            arena.seed(b, i, indices, counts)
+            window = min(allowed[1], before.lengths[0])
+            state.chosen[b] = DeviceRow(window, int(counts[0]))
+
+    @property
+    def told(self) -> list[str]:
+        """Notes for the stats of the call that has just ended."""
+        why = self.obstacle or (self.uncaptured and f"the argument {self.uncaptured}")
+        note = f"decode steps were not captured as graphs: {why}"
+        return [*self.notes, *([note] if why and self.ran else [])]
+
+    def run(self, step: DeviceStep, given: Mapping[str, Any]) -> Any | None:
+        """The whole step as a graph; None where the model's own forward has to run.
+
+        Args:
+            given: arguments of the forward, by name.
+        """
+        odd = "" if self.obstacle else self._odd(given)
+        if odd and self._config.runner == "graph":
+            raise UnsupportedError(f"runner='graph' is not possible with the argument {odd}")
+        self.uncaptured = odd
+        if self.obstacle or odd:
+            self.ran = "eager"
+            return None
+        output = self._try(step, given)
+        if output is None:
+            self.ran = "eager"
+            return None
+        graphs = self._graphs[step.arena]
+        self.ran = "graph, compiled layers" if graphs.compiled else "graph"
+        for state in step.conversation.states.values():
+            state.kv.advance()
+        name = "cache" if "cache" in given else "past_key_values"
+        # the graph writes its logits to the same place again in the next step
+        return type(output)(logits=output.logits.clone(), **{name: given[name]})
+
+    def _odd(self, given: Mapping[str, Any]) -> str:
+        """The first argument that a captured step does not know; "" if it knows all."""
+        for name, value in given.items():
+            if name not in KNOWN and not any(value is x for x in HARMLESS.get(name, ())):
+                return name
+        return "" if isinstance(given.get("input_ids"), Tensor) else "input_ids"
+
+    def _try(self, step: DeviceStep, given: Mapping[str, Any]) -> Any | None:
+        """Compiled and captured, else captured, else not at all; what failed is told."""
+        while True:
+            graphs = self._graphs_of(step.arena)
+            try:
+                return graphs.run(
+                    step.shape, given["input_ids"], given.get("position_ids"), step.plan.length
+                )
+            except (RereadError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                # whatever the compiler or the capture says: the step can still run as it is
+                told = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                del self._graphs[step.arena]
+                if graphs.compiled:
+                    self._compiles = False
+                    self.notes.append(f"layers are not compiled ({told})")
+                    continue
+                self.obstacle = f"the step could not be captured ({told})"
+                if self._config.runner == "graph":
+                    raise UnsupportedError(
+                        f"runner='graph' is not possible: {self.obstacle}"
+                    ) from error
+                return None
+
+    def _graphs_of(self, arena: Arena) -> StepGraphs:
+        found = self._graphs.get(arena)
+        if found is None:
+            if self._weights is None:
+                count = self._model.config.get_text_config(decoder=True).num_hidden_layers
+                self._weights = Weights(self._model, decoder_layers(self._model, count))
+            found = self._graphs[arena] = StepGraphs(
+                self._model, self._forward, arena, self._weights, compiled=self._compiles
+            )
+        return found
+
+
+def obstacle(model: Any, layers: tuple[int, ...]) -> str:
+    """Why the steps of this model cannot be captured, as far as its looks tell; "" if they can."""
+    text = model.config.get_text_config(decoder=True)
+    if len(layers) != text.num_hidden_layers:
+        other = text.num_hidden_layers - len(layers)
+        return f"{other} of {text.num_hidden_layers} layers keep a cache of their own kind"
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"the model lies on {len(devices)} devices"
+    if model.training:
+        return "the model is in training mode: call model.eval()"
+    for name, module in model.named_modules():
+        if name and (module._forward_hooks or module._forward_pre_hooks):
+            return f"{name} has forward hooks, which would run only once"
+    return ""
