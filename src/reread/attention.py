@@ -71,7 +71,7 @@ class DeviceRow:
     count: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class LayerState:
     """One full-attention layer of one conversation.
 

@@ -7,9 +7,8 @@ a CUDA graph and replayed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,79 +16,15 @@ from torch import Tensor
 
 from .attention import DeviceRow, LayerState, Meter, StepPlan
 from .config import Config
-from .errors import InputError, UnsupportedError
+from .cuda import Staging, new_event, new_stream
+from .errors import UnsupportedError
+from .steps import FIELDS, RowStep, StepShape
 from .types import StepKind
 
 if TYPE_CHECKING:
     from .ops.triton import Cache, Workspace
 
-# rows of the step tensor, int32 [len(FIELDS), B]
-FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh")
 RING = 4  # workspaces that asynchronous refreshes take turns in (SFI, section 4)
-STAGING = 8  # steps that the host may run ahead of the device
-
-
-class StepShape(Enum):
-    """Which kernels one step of all rows needs; each is captured as a graph of its own."""
-
-    FAST = "fast"  # every row reads what was selected
-    MIXED = "mixed"  # each row says on the device what it reads
-    SLOW = "slow"  # every row reads everything, some or all choose again
-    DENSE = "dense"  # every row reads everything, none chooses
-
-    @classmethod
-    def of(cls, kinds: tuple[StepKind, ...]) -> StepShape:
-        """The smallest shape that covers the rows' kinds."""
-        found = set(kinds)
-        if found == {StepKind.FAST}:
-            return cls.FAST
-        if found == {StepKind.FULL}:
-            return cls.DENSE
-        return cls.MIXED if StepKind.FAST in found else cls.SLOW
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether rows choose again in it."""
-        return self in (StepShape.MIXED, StepShape.SLOW)
-
-
-@dataclass(frozen=True, slots=True)
-class RowStep:
-    """One row of one step, as the host knows it. All in cache positions; see `KVView`."""
-
-    start: int
-    length: int
-    low: int
-    high: int
-    window: int
-    kind: StepKind
-
-    @classmethod
-    def of(cls, plan: StepPlan, b: int, known: DeviceRow | None, config: Config) -> RowStep:
-        """Row `b` of `plan`; `known`: what it selected last, needed for a fast step."""
-        start, length = plan.starts[b], plan.length
-        low = start + config.sink
-        high = max(low, length - config.recent)
-        kind = plan.kinds[b]
-        if kind is StepKind.FAST:
-            assert known is not None, "a fast step needs a selection"
-            return cls(start, length, low, high, known.window_start, kind)
-        # a row shorter than the sink has no window
-        return cls(start, length, low, high, min(high, length), kind)
-
-    def keys(self, known: DeviceRow | None, sink: int) -> int:
-        """Keys that the row reads per KV head."""
-        if self.kind is not StepKind.FAST:
-            return self.length - self.start
-        assert known is not None
-        return min(sink, self.window - self.start) + known.count + self.length - self.window
-
-    def values(self) -> tuple[int, ...]:
-        """In the order of FIELDS."""
-        dense, refresh = self.kind is not StepKind.FAST, self.kind is StepKind.SLOW
-        return (
-            self.start, self.length, self.low, self.high, self.window, int(dense), int(refresh)
-        )  # fmt: skip
 
 
 class Arena:
@@ -123,9 +58,10 @@ class Arena:
 
         self.config = config
         self.layers = tuple(states)
+        self._owners = [weakref.ref(state) for state in states.values()]
         self.buffers = {i: state.kv.buffers() for i, state in states.items()}
         k = next(iter(self.buffers.values())).k
-        self.rows, self.kv_heads, self.capacity, dim = k.shape
+        self.rows, self.kv_heads, self.capacity, dim = map(int, k.shape)
         self.device = k.device
         for i, buffer in self.buffers.items():
             reason = unsupported(k.new_empty(self.rows, heads, dim), buffer.k)
@@ -133,11 +69,10 @@ class Arena:
                 reason = f"layer {i}'s values of another shape than its keys"
             if reason is not None:
                 raise UnsupportedError(refusal(reason))
-        int32 = {"dtype": torch.int32, "device": self.device}
         k_max = min(config.k, self.capacity)
-        self.indices = {i: torch.zeros(self.rows, self.kv_heads, k_max, **int32) for i in states}
-        self.counts = {i: torch.zeros(self.rows, self.kv_heads, **int32) for i in states}
-        self.step = torch.zeros(len(FIELDS), self.rows, **int32)
+        self.indices = {i: self._int32(self.rows, self.kv_heads, k_max) for i in states}
+        self.counts = {i: self._int32(self.rows, self.kv_heads) for i in states}
+        self.step = self._int32(len(FIELDS), self.rows)
         sparse = config.mode == "slow-fast"
         self.works = [
             Workspace(
@@ -145,17 +80,32 @@ class Arena:
             )
             for _ in range(RING if asynchronous and sparse else 1)
         ]
-        self.side = torch.cuda.Stream(self.device, priority=0) if asynchronous else None
-        self._staging = _Staging(self.step)
+        self.side = new_stream(self.device) if asynchronous else None
+        self._staging = Staging(self.step)
         self._begun: list[torch.cuda.Event | None] = [None] * len(self.works)
         self._turn = 0
         self._forked = False
+
+    def _int32(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes beside the caches themselves: selections and scratch."""
         tensors = [*self.indices.values(), *self.counts.values(), self.step]
-        return sum(t.nbytes for t in tensors) + sum(work.nbytes for work in self.works)
+        return sum(int(t.nbytes) for t in tensors) + sum(int(w.nbytes) for w in self.works)
+
+    @property
+    def free(self) -> bool:
+        """Whether the caches are gone whose memory this is, so that others may use it."""
+        return all(owner() is None for owner in self._owners)
+
+    def own(self, states: Mapping[int, LayerState]) -> None:
+        """Give the memory to new caches, which must be empty."""
+        assert self.free
+        for i, state in states.items():
+            state.kv.use(self.buffers[i])
+        self._owners = [weakref.ref(state) for state in states.values()]
 
     def holds(self, states: Mapping[int, LayerState]) -> bool:
         """Whether these are still the caches it was made around."""
@@ -275,7 +225,7 @@ class Arena:
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
             self._choose(layer, kv, heads, self.works[slot])
-            done = torch.cuda.Event()
+            done = new_event()
             done.record()
         self._begun[slot] = done
         self._forked = True
@@ -303,34 +253,6 @@ class Arena:
         self._forked = False
 
 
-class _Staging:
-    """Host to device without waiting: a ring of pinned buffers, each reused once its copy is
-    done."""
-
-    def __init__(self, target: Tensor) -> None:
-        self._target = target
-        pinned = target.is_cuda
-        self._ring = [
-            torch.zeros(target.shape, dtype=target.dtype, pin_memory=pinned)
-            for _ in range(STAGING if pinned else 1)
-        ]
-        self._copied: list[torch.cuda.Event | None] = [None] * len(self._ring)
-        self._next = 0
-
-    def upload(self, rows: list[tuple[int, ...]]) -> None:
-        """Copy the rows' values, [B] tuples in the order of FIELDS."""
-        slot = self._next
-        self._next = (slot + 1) % len(self._ring)
-        event = self._copied[slot]
-        if event is not None:
-            event.synchronize()
-        self._ring[slot].copy_(torch.tensor(rows, dtype=torch.int32).T)
-        self._target.copy_(self._ring[slot], non_blocking=True)
-        if self._target.is_cuda:
-            self._copied[slot] = torch.cuda.Event()
-            self._copied[slot].record()  # type: ignore[union-attr]  # set in the line above
-
-
 def _device_row(chosen: object) -> DeviceRow | None:
     return chosen if isinstance(chosen, DeviceRow) else None
 
@@ -338,26 +260,3 @@ def _device_row(chosen: object) -> DeviceRow | None:
 def refusal(reason: str) -> str:
     """How a shape that the kernels do not cover is refused."""
     return f"the Triton kernels do not cover {reason}; backend='reference' does, slowly"
-
-
-def check_memory(device: torch.device, wanted: int, rows: int, positions: int) -> None:
-    """Refuse, before anything is lost, a conversation whose keys and values do not fit.
-
-    Args:
-        wanted: bytes of keys, values and scratch for `rows` rows of `positions` positions.
-
-    Raises:
-        InputError: says what would fit.
-    """
-    if device.type != "cuda" or not wanted:
-        return
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if wanted <= free:
-        return
-    fits = positions * free // wanted
-    raise InputError(
-        f"{rows} rows of {positions} positions need {wanted / 2**30:.1f} GiB for keys and values, "
-        f"{free / 2**30:.1f} GiB are free: about {fits} positions would fit with {rows} rows, or "
-        f"{rows * free // wanted} rows with {positions} positions"
-    )

@@ -44,13 +44,14 @@ class GrowingKV:
     a row.
 
     Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
-    key).
+    key). Growth stops at `limit` positions, where one is set, as long as that is enough.
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
         self.with_norms = with_norms
         self.length = 0
         self.reserved = 0
+        self.limit: int | None = None
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._norms: Tensor | None = None
@@ -78,7 +79,13 @@ class GrowingKV:
             return buffer
         growth = max(GROWTH_STEP, end // GROWTH_SHARE)
         capacity = max(end + (0 if self.reserved >= end else growth), self.reserved)
-        grown = new.new_empty(*new.shape[:2], capacity, *new.shape[3:])
+        if self.limit is not None:
+            capacity = max(end, min(capacity, self.limit))
+        # a cache made in inference mode may go on outside of it
+        with torch.inference_mode(False):
+            grown = torch.empty(
+                (*new.shape[:2], capacity, *new.shape[3:]), dtype=new.dtype, device=new.device
+            )
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
@@ -151,7 +158,9 @@ class GrowingKV:
         for name in ("_k", "_v", "_norms"):
             buffer = getattr(self, name)
             if buffer is not None:
-                setattr(self, name, buffer.index_select(0, rows.to(buffer.device)))
+                with torch.inference_mode(False):
+                    kept = buffer.index_select(0, rows.to(buffer.device).clone())
+                setattr(self, name, kept)
 
 
 class CompactKV:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import LayerState
 from ..config import Config
-from ..device import Arena, StepShape
+from ..device import Arena
 from ..errors import InputError
+from ..ops import reference
+from ..steps import StepShape
+from ..types import KVView, Selection
 
 # q [B, H, D], k and v [B, Hkv, L, D], scale -> [B, H, D]
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -54,13 +57,11 @@ def flash_attention_3() -> DenseArm:
     """FlashAttention-3's decode attention, where it is installed."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return DenseArm("flash_attn_3", None, "flash_attn_interface is not installed")
-    from flash_attn_interface import flash_attn_func
+    flash_attn_func = import_module("flash_attn_interface").flash_attn_func
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out = flash_attn_func(
-            q[:, None], k.transpose(1, 2), v.transpose(1, 2), softmax_scale=scale
-        )
-        return (out[0] if isinstance(out, tuple) else out)[:, 0]
+        out = flash_attn_func(q[:, None], k.transpose(1, 2), v.transpose(1, 2), softmax_scale=scale)
+        return torch.as_tensor(out[0] if isinstance(out, tuple) else out)[:, 0]
 
     return DenseArm("flash_attn_3", attention)
 
@@ -69,7 +70,7 @@ def flashinfer() -> DenseArm:
     """FlashInfer's decode attention, row by row from contiguous caches, where it is installed."""
     if importlib.util.find_spec("flashinfer") is None:
         return DenseArm("flashinfer", None, "flashinfer is not installed")
-    from flashinfer import single_decode_with_kv_cache
+    single_decode_with_kv_cache = import_module("flashinfer").single_decode_with_kv_cache
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         rows = [
@@ -92,20 +93,18 @@ def dense_arms() -> list[DenseArm]:
     ]
 
 
-def pick(names: str, presets: Mapping[str, Any]) -> tuple[list[DenseArm], bool]:
-    """The dense arms that a comma-separated list names, and whether it names "sparse".
+def pick(names: str) -> list[DenseArm]:
+    """The arms that a comma-separated list names; "all" of them.
 
     Raises:
         InputError: an unknown name.
     """
     known = {arm.name: arm for arm in dense_arms()}
-    wanted = [*known, *presets] if names == "all" else [n.strip() for n in names.split(",")]
+    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
     for name in wanted:
-        if name not in known and name not in presets:
-            raise InputError(
-                f"arm {name!r} is unknown: all, or some of {', '.join([*known, *presets])}"
-            )
-    return [known[name] for name in wanted if name in known], any(n in presets for n in wanted)
+        if name not in known:
+            raise InputError(f"arm {name!r} is unknown: all, or some of {', '.join(known)}")
+    return [known[name] for name in wanted]
 
 
 class DenseArena(Arena):
@@ -140,3 +139,16 @@ class NoAttention(Arena):
     def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
         """The queries themselves."""
         return q.clone()
+
+
+class ReferenceArena(Arena):
+    """Reads what another arena selected, with the reference's attention."""
+
+    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
+        buffer, length = self.buffers[layer], int(self.field("lengths")[0])
+        view = KVView(buffer.k, buffer.v, (0,) * self.rows, (length,) * self.rows)
+        selection = Selection(self.indices[layer], self.counts[layer])
+        window = self.field("window").tolist()
+        return reference.decode_sparse(
+            q, view, selection, window, sink=self.config.sink, scale=scale
+        )

@@ -11,79 +11,25 @@ from __future__ import annotations
 import gc
 import math
 import random
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention import DeviceRow, LayerState, StepPlan
 from ..config import Config
-from ..device import Arena, StepShape
+from ..device import Arena
 from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
 from ..shapes import Shape
 from ..types import StepKind
-from .arms import DenseArena, DenseArm, NoAttention
+from .arms import DenseArena, DenseArm, NoAttention, ReferenceArena
+from .checks import difference, require_close
+from .harness import Bench, timing
 from .model import random_caches, random_model
-from .timing import milliseconds, require_cuda
+from .timing import Record, milliseconds, require_cuda
 
-Record = dict[str, Any]
 Progress = Callable[[str], None]
-REPEATS, GROUP = 9, 8  # groups that a median is taken of, replays in each
 SEQUENCE = 240  # steps of a simulated text
-TOLERANCE = 0.1  # relative error of logits: two dense kernels differ by 0.04 in a random bf16 model
-
-
-@dataclass(slots=True)
-class Bench:
-    """A random model and its caches.
-
-    Attributes:
-        context: cached positions of every row, the new token included.
-        bandwidth: bytes a second of a device copy, measured in the same run.
-    """
-
-    shape: Shape
-    rows: int
-    context: int
-    config: Config
-    bandwidth: float
-    model: Any
-    weights: Weights
-    states: dict[int, LayerState] = field(default_factory=dict)
-
-    def graphs(self, arena: Arena, *, compiled: bool = True) -> StepGraphs:
-        """Captured steps over an arena."""
-        return StepGraphs(self.model, self.model.forward, arena, self.weights, compiled=compiled)
-
-    def floor_ms(self, keys: float) -> float:
-        """Milliseconds to read the weights once, and `keys` keys and values in every row."""
-        kv = keys * self.rows * self.shape.kv_bytes_per_token()
-        return (self.shape.active_weight_bytes(self.rows) + kv) / self.bandwidth * 1e3
-
-    def plan(self, kinds: Sequence[StepKind]) -> StepPlan:
-        """A step in which every row stands at the same context."""
-        rows = (0,) * self.rows, (True,) * self.rows
-        return StepPlan(tuple(kinds), rows[0], self.context, None, rows[1])
-
-    def step(self, graphs: StepGraphs, kinds: Sequence[StepKind], ages: Sequence[int]) -> Tensor:
-        """Run one step; ages: steps since each row's last slow one. Returns logits [B, V]."""
-        arena, plan = graphs.arena, self.plan(kinds)
-        count = min(self.config.k, self.context)
-        for row, age in enumerate(ages):
-            known = DeviceRow(self.context - self.config.recent - age, count)
-            for state in self.states.values():
-                state.chosen[row] = known
-        arena.begin(plan, self.states)
-        output = graphs.run(StepShape.of(plan.kinds), self._ids, None, self.context)
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    @property
-    def _ids(self) -> Tensor:
-        return torch.arange(self.rows, device=self.model.device)[:, None] + 7
 
 
 def measure(
@@ -182,59 +128,66 @@ def _our_arms(
     fastest: Record,
     progress: Progress,
 ) -> Record:
-    """The preset with the refresh in line and on a second stream."""
+    """The preset with the refresh in line, and on a second stream with the same logits."""
     out: Record = {}
+    logits: list[Tensor] = []
     for name in ("in line", "asynchronous"):
         progress(f"slow-fast, refresh {name}: capturing")
-        arena = Arena(
-            bench.states, bench.shape.heads, bench.config, asynchronous=name == "asynchronous"
+        second = name == "asynchronous"
+        graphs = bench.graphs(
+            Arena(bench.states, bench.shape.heads, bench.config, asynchronous=second)
         )
-        graphs = bench.graphs(arena)
-        errors = check(bench, graphs, dense_logits)
-        out[name] = {**parts(bench, graphs), "errors": errors, "extra_bytes": arena.nbytes}
+        steps = _steps(bench, graphs)
+        if second:
+            same = [difference(got, want) for got, want in zip(steps, logits, strict=True)]
+            errors = {"against in line": max(same)}
+            require_close(errors["against in line"], "asynchronous refresh")
+        else:
+            logits = steps
+            errors = check(bench, graphs, steps, dense_logits)
+        arm = {**parts(bench, graphs), "errors": errors, "extra_bytes": graphs.arena.nbytes}
         for gap in slow_every:
             progress(f"slow-fast, refresh {name}: one slow step in {gap:g}")
-            out[name][f"1/{gap:g}"] = sequence(bench, graphs, gap, fastest)
+            arm[f"1/{gap:g}"] = sequence(bench, graphs, gap, fastest)
+        out[name] = arm
     return {"slow_fast": out}
 
 
-def check(bench: Bench, graphs: StepGraphs, dense_logits: Tensor) -> Record:
+def _steps(bench: Bench, graphs: StepGraphs) -> list[Tensor]:
+    """Logits of a slow, a fast and a mixed step."""
+    rows, ages = bench.rows, [0] * bench.rows
+    out = [
+        bench.step(graphs, [kind] * rows, ages).clone() for kind in (StepKind.SLOW, StepKind.FAST)
+    ]
+    kinds = [StepKind.SLOW if b % 2 else StepKind.FAST for b in range(rows)]
+    return [*out, bench.step(graphs, kinds, ages).clone()]
+
+
+def check(
+    bench: Bench, graphs: StepGraphs, steps: Sequence[Tensor], dense_logits: Tensor
+) -> Record:
     """Slow steps give dense's logits; a fast step gives those of the reference on the same
     selection; in a mixed step each row gives what its own kind gives."""
-    rows, ages = bench.rows, [0] * bench.rows
-    slow = bench.step(graphs, [StepKind.SLOW] * rows, ages).clone()
-    fast = bench.step(graphs, [StepKind.FAST] * rows, ages).clone()
-    errors = {"slow": difference(slow, dense_logits)}
-    errors["fast"] = difference(_reference_step(bench, graphs), fast)
-    if rows > 1:
-        kinds = [StepKind.SLOW if b % 2 else StepKind.FAST for b in range(rows)]
-        mixed = bench.step(graphs, kinds, ages)
-        want = torch.stack([(slow if b % 2 else fast)[b] for b in range(rows)])
-        errors["mixed"] = difference(mixed, want)
+    slow, fast, mixed = steps
+    want = torch.stack([(slow if b % 2 else fast)[b] for b in range(bench.rows)])
+    errors = {
+        "slow": difference(slow, dense_logits),
+        "mixed": difference(mixed, want),
+        "fast": difference(_reference_step(bench, graphs), _fast_again(bench, graphs)),
+    }
     for kind, error in errors.items():
         require_close(error, f"{kind} step")
     return errors
 
 
-class _ReferenceArena(Arena):
-    """Reads what another arena selected, with the reference's attention."""
-
-    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
-        from ..ops import reference
-        from ..types import KVView, Selection
-
-        buffer, length = self.buffers[layer], int(self.field("lengths")[0])
-        view = KVView(buffer.k, buffer.v, (0,) * self.rows, (length,) * self.rows)
-        selection = Selection(self.indices[layer], self.counts[layer])
-        window = self.field("window").tolist()
-        return reference.decode_sparse(
-            q, view, selection, window, sink=self.config.sink, scale=scale
-        )
+def _fast_again(bench: Bench, graphs: StepGraphs) -> Tensor:
+    """A fast step on what the latest mixed step selected."""
+    return bench.step(graphs, [StepKind.FAST] * bench.rows, [0] * bench.rows).clone()
 
 
 def _reference_step(bench: Bench, graphs: StepGraphs) -> Tensor:
     """The logits of a fast step whose attention is the reference's, not captured."""
-    arena = _ReferenceArena(bench.states, bench.shape.heads, bench.config)
+    arena = ReferenceArena(bench.states, bench.shape.heads, bench.config)
     arena.inherit(graphs.arena)
     arena.step.copy_(graphs.arena.step)
     plain = bench.graphs(arena, compiled=False)
@@ -291,33 +244,3 @@ def slow_steps(rows: int, gap: float, steps: int) -> list[set[int]]:
     for step, row in draw.sample(every, math.ceil(len(every) / gap)):
         out[step].add(row)
     return out
-
-
-def timing(bench: Bench, graphs: StepGraphs, kinds: Sequence[StepKind]) -> Record:
-    """Milliseconds of one captured step: median, p20 and p80 of groups of replays, back to back so
-    that the host's part is not in it."""
-    bench.step(graphs, kinds, [0] * bench.rows)
-    shape = StepShape.of(tuple(kinds))
-
-    def group() -> None:
-        for _ in range(GROUP):
-            graphs.replay(shape)
-
-    group()
-    times = sorted(milliseconds(group) / GROUP for _ in range(REPEATS))
-    return {
-        "ms": statistics.median(times), "p20": times[len(times) // 5],
-        "p80": times[-1 - len(times) // 5],
-    }  # fmt: skip
-
-
-def difference(got: Tensor, want: Tensor) -> float:
-    """Relative error in the 2-norm, the worst row's; [B, V]."""
-    got, want = got.float(), want.float()
-    return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
-
-
-def require_close(error: float, what: str) -> None:
-    """Nothing wrong is timed."""
-    if not error < TOLERANCE:
-        raise AssertionError(f"{what}: logits differ by {error:.3g}, more than {TOLERANCE}")

@@ -9,7 +9,8 @@ import torch
 
 from ..attention import LayerState
 from ..config import Config
-from ..device import Arena, check_memory
+from ..cuda import check_memory
+from ..device import Arena
 from ..kv import Buffers
 from ..shapes import Shape, hf_config
 
@@ -44,7 +45,8 @@ def random_caches(
     Raises:
         InputError: they would not fit; says what would.
     """
-    check_memory(device, rows * positions * shape.kv_bytes_per_token(dtype.itemsize), rows, positions)
+    wanted = rows * positions * shape.kv_bytes_per_token(dtype.itemsize)
+    check_memory(device, wanted, rows, positions)
     states = {}
     for layer in range(shape.layers):
         size = (rows, shape.kv_heads, positions, shape.head_dim)

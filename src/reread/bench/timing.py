@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..cuda import new_event
 from ..errors import UnsupportedError
 from ..evaluation.provenance import provenance
 
@@ -54,16 +55,12 @@ def time_layers(step: Callable[[int], object], layers: int, repeats: int = 15) -
 
 def milliseconds(work: Callable[[], object]) -> float:
     """What the GPU takes for the work that the call enqueues."""
-    begin, end = _event(), _event()
+    begin, end = new_event(timing=True), new_event(timing=True)
     begin.record()
     work()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def copy_bandwidth() -> float:

@@ -1,4 +1,4 @@
-"""The `reread` command: generate, compare, demo, info, plan.
+"""The `reread` command: generate, compare, demo, info, plan, bench.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
 torch and transformers are imported only once a command runs.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from . import commands
+from .bench import DecodeOptions, KernelOptions, decode_command, kernel_command
 from .options import Options, command
 from .plan import PlanOptions, plan_command
 
@@ -22,6 +23,10 @@ app = typer.Typer(
 for run in (commands.generate, commands.compare, commands.demo, commands.info):
     app.command()(command(run, Options))
 app.command("plan")(command(plan_command, PlanOptions))
+bench = typer.Typer(help="Time kernels or whole decode steps on this GPU.", no_args_is_help=True)
+bench.command("decode")(command(decode_command, DecodeOptions))
+bench.command("kernel")(command(kernel_command, KernelOptions))
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ Allowed = Sequence[tuple[int, int]]
 
 
 MIN_CAPABILITY = (8, 0)
+MAX_LENGTH = 262_144  # positions that the GPU kernels address
 
 
 def resolve_backend(name: str, device: torch.device) -> str:

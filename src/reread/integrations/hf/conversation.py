@@ -81,6 +81,9 @@ class Conversations:
             UnsupportedError: another kind of cache.
         """
         states = adopt(cache, self._text_config, self._layers)
+        for state in states.values():
+            if state.kv.length and state.kv.keys.shape[0] != rows:
+                raise InputError(f"the cache has {state.kv.keys.shape[0]} rows, the input {rows}")
         known = self._known.get(cache)
         if known is None or known.states != states or len(known.controller.rows) != rows:
             known = Conversation(states, Controller(self._config, self._boundary, rows))
@@ -89,8 +92,6 @@ class Conversations:
                 # what another session chose lies where that session kept it
                 state.chosen = [None] * len(state.chosen)
         for state in states.values():
-            if state.kv.length and state.kv.keys.shape[0] != rows:
-                raise InputError(f"the cache has {state.kv.keys.shape[0]} rows, the input {rows}")
             if self._config.selector.lambda_clip > 0:
                 state.kv.track_norms()
         return known

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from ...errors import RereadError
 from .cache import sparse_layers
+from .capturable import obstacle
 from .guard import check_model
 from .load import load_config, quiet_loading, resolve_dtype
 
@@ -21,6 +22,7 @@ def model_facts(
 
     Returns:
         name, architecture, parameters, dtype, positions; supported and refusal (why not, or None);
+        runner: how decode steps run on a CUDA device: "graph", or "eager" and why;
         layers (how many), sparse_layers (indices of those that reread serves), cache_layers (how
         many of each kind of cache layer); kv_heads, head_dim, and kv_bytes_per_token over the
         sparse layers.
@@ -47,6 +49,7 @@ def model_facts(
         "positions": getattr(text, "max_position_embeddings", None),
         "supported": refusal is None,
         "refusal": refusal,
+        "runner": "graph" if not (why := obstacle(skeleton.eval(), sparse)) else f"eager: {why}",
         "layers": text.num_hidden_layers,
         "sparse_layers": list(sparse),
         "cache_layers": dict(kinds),

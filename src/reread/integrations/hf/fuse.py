@@ -31,7 +31,8 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> this sibling's [..., out]."""
-        first, *rest = nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        every = nn.functional.linear(x, self.weight, self.bias)
+        first, *rest = torch.split(every, list(self.sizes), dim=-1)
         self.kept.extend(rest)
         return first
 
@@ -82,6 +83,7 @@ def _plain(linear: Any) -> bool:
         type(linear) is nn.Linear
         and type(linear.weight) is nn.Parameter
         and type(linear.weight.data) is Tensor
+        and "forward" not in vars(linear)
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
     )

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from ...device import Arena, StepShape
+from ...cuda import new_stream
+from ...device import Arena
+from ...steps import StepShape
 from .cache import cache_keyword
 from .fuse import Stack, stack_siblings, stacked
 
@@ -104,7 +106,7 @@ def _compiled(device: torch.device) -> Callable[..., Any]:
     backend = "inductor" if device.type == "cuda" else "eager"
     if backend not in _COMPILED:
         # combo kernels: queries and keys are normalised and rotated in one launch
-        options = {"combo_kernels": True} if backend == "inductor" else None
+        options: Any = {"combo_kernels": True} if backend == "inductor" else None
         _COMPILED[backend] = torch.compile(
             _call_layer, fullgraph=True, dynamic=False, backend=backend, options=options
         )
@@ -173,9 +175,8 @@ class StepGraphs:
         self.arena = arena
         self.compiled = compiled and bool(weights.layers)
         self._model, self._forward, self._weights = model, forward, weights
-        ids = {"dtype": torch.long, "device": arena.device}
-        self.ids = torch.zeros(arena.rows, 1, **ids)
-        self.positions = torch.zeros(arena.rows, 1, **ids)
+        self.ids = torch.zeros(arena.rows, 1, dtype=torch.long, device=arena.device)
+        self.positions = torch.zeros_like(self.ids)
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.captures = arena.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -211,7 +212,7 @@ class StepGraphs:
         with self._swapped(shape):
             if not self.captures:
                 return self._step()
-            stream = torch.cuda.Stream(self.arena.device)
+            stream = new_stream(self.arena.device)
             stream.wait_stream(torch.cuda.current_stream(self.arena.device))
             with torch.cuda.stream(stream):
                 output = self._step()
@@ -281,4 +282,4 @@ def _bind(compiled: Callable[..., Any], layer: nn.Module, handle: Tensor) -> Cal
 
 def _recompiles() -> Any:
     """Room for one compilation per batch size, where torch would give up after eight."""
-    return torch._dynamo.config.patch(recompile_limit=RECOMPILES)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return torch._dynamo.config.patch(recompile_limit=RECOMPILES)

@@ -3,39 +3,24 @@ or run kernel by kernel."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ... import ops
 from ...attention import DeviceRow, Meter, StepPlan, choose, tail_mass
 from ...config import Config
-from ...device import RING, Arena, RowStep, StepShape, check_memory, refusal
+from ...cuda import check_memory
+from ...device import RING, Arena, refusal
 from ...errors import RereadError, UnsupportedError
+from ...steps import RowStep, StepShape
 from ...types import KVView, StepKind
+from .capturable import obstacle, unknown_argument
 from .conversation import Conversation
 from .facts import kv_shape
 from .graph import StepGraphs, Weights, decoder_layers
-
-# keywords of a forward that a captured step understands
-KNOWN = frozenset(
-    ("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache")
-)
-# and those that change nothing for one new token, at these values
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "return_dict": (True, None),
-    "logits_to_keep": (0, 1),
-    "output_attentions": (False, None),
-    "output_hidden_states": (False, None),
-    "labels": (None,),
-    "inputs_embeds": (None,),
-    "token_type_ids": (None,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +77,13 @@ class Runner:
         self._forward: Callable[..., Any] = model.forward
         self._weights: Weights | None = None
         self._compiles = True
-        self._graphs: weakref.WeakKeyDictionary[Arena, StepGraphs] = weakref.WeakKeyDictionary()
-        self._free: list[Arena] = []
+        self._arenas: list[Arena] = []
+        self._graphs: dict[Arena, StepGraphs] = {}
         self.ran = ""
         self.notes: list[str] = []
         self.uncaptured = ""
-        self.obstacle = "runner='eager'" if config.runner == "eager" else obstacle(model, layers)
+        self._forever = "runner='eager'" if config.runner == "eager" else ""
+        self.obstacle = self._forever or obstacle(model, layers)
         self.check(1, 1)
         if config.runner == "graph" and self.obstacle:
             raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
@@ -105,7 +91,7 @@ class Runner:
     def close(self) -> None:
         """Give back graphs, arenas and changed weights."""
         self._graphs.clear()
-        self._free.clear()
+        self._arenas.clear()
         if self._weights is not None:
             self._weights.close()
             self._weights = None
@@ -133,37 +119,37 @@ class Runner:
         """
         rows = len(conversation.controller.rows)
         self.check(rows, positions)
-        if conversation.length:
-            return
+        self.obstacle = self._forever or obstacle(self._model, self._layers)
         if self._weights is not None and self._weights.moved:
             self.close()
-        found = next((a for a in self._free if a.rows == rows and a.capacity >= positions), None)
-        if found is None:
-            if self._free:
-                self._free.clear()
-                gc.collect()
-            check_memory(
-                self._model.device, self._bytes(rows) * positions, rows, positions
-            )
+        for state in conversation.states.values():
+            state.kv.limit = ops.MAX_LENGTH
+        if conversation.length:
             return
-        self._free.remove(found)
-        for i, state in conversation.states.items():
-            state.kv.use(found.buffers[i])
-        self._adopt(conversation, found)
+        free = [arena for arena in self._arenas if arena.free]
+        for arena in free:
+            if arena.rows == rows and arena.capacity >= positions:
+                arena.own(conversation.states)
+                conversation.arena = arena
+                return
+        for arena in free:
+            self._drop(arena)
+        check_memory(self._model.device, self._bytes(rows) * positions, rows, positions)
+
+    def _drop(self, arena: Arena) -> None:
+        self._arenas.remove(arena)
+        self._graphs.pop(arena, None)
 
     def _bytes(self, rows: int) -> int:
         """Of one position in all rows: keys and values, and the scratch of slow steps."""
-        keys = 2 * self._kv_heads * self._dim * self._model.dtype.itemsize * len(self._layers)
+        size = int(self._model.dtype.itemsize)
+        keys = 2 * self._kv_heads * self._dim * size * len(self._layers)
         scratch = 4 * (self.heads + 4 * self._kv_heads) * (RING if self._asynchronous else 1)
         return rows * (keys + scratch)
 
-    def _adopt(self, conversation: Conversation, arena: Arena) -> None:
-        conversation.arena = arena
-        # with the conversation its caches are gone, and the next one can have their memory
-        weakref.finalize(conversation, self._free.append, arena).atexit = False
-
     # -- a decode step
 
+    @torch.inference_mode(False)
     def prepare(self, conversation: Conversation) -> None:
         """Before a step is planned: room for its keys, and an arena around the caches."""
         states, before = conversation.states, conversation.arena
@@ -177,7 +163,10 @@ class Runner:
         else:
             for state in states.values():
                 state.chosen = [None] * len(state.chosen)
-        self._adopt(conversation, arena)
+        if before is not None and before in self._arenas:
+            self._drop(before)
+        self._arenas.append(arena)
+        conversation.arena = arena
 
     def begin(self, conversation: Conversation, plan: StepPlan) -> DeviceStep:
         """Tell the device what the step is."""
@@ -216,7 +205,7 @@ class Runner:
         Args:
             given: arguments of the forward, by name.
         """
-        odd = "" if self.obstacle else self._odd(given)
+        odd = "" if self.obstacle else unknown_argument(self._model, given)
         if odd and self._config.runner == "graph":
             raise UnsupportedError(f"runner='graph' is not possible with the argument {odd}")
         self.uncaptured = odd
@@ -234,13 +223,6 @@ class Runner:
         name = "cache" if "cache" in given else "past_key_values"
         # the graph writes its logits to the same place again in the next step
         return type(output)(logits=output.logits.clone(), **{name: given[name]})
-
-    def _odd(self, given: Mapping[str, Any]) -> str:
-        """The first argument that a captured step does not know; "" if it knows all."""
-        for name, value in given.items():
-            if name not in KNOWN and not any(value is x for x in HARMLESS.get(name, ())):
-                return name
-        return "" if isinstance(given.get("input_ids"), Tensor) else "input_ids"
 
     def _try(self, step: DeviceStep, given: Mapping[str, Any]) -> Any | None:
         """Compiled and captured, else captured, else not at all; what failed is told."""
@@ -260,13 +242,14 @@ class Runner:
                     self._compiles = False
                     self.notes.append(f"layers are not compiled ({told})")
                     continue
-                self.obstacle = f"the step could not be captured ({told})"
+                self.obstacle = self._forever = f"the step could not be captured ({told})"
                 if self._config.runner == "graph":
                     raise UnsupportedError(
                         f"runner='graph' is not possible: {self.obstacle}"
                     ) from error
                 return None
 
+    @torch.inference_mode(False)
     def _graphs_of(self, arena: Arena) -> StepGraphs:
         found = self._graphs.get(arena)
         if found is None:
@@ -277,20 +260,3 @@ class Runner:
                 self._model, self._forward, arena, self._weights, compiled=self._compiles
             )
         return found
-
-
-def obstacle(model: Any, layers: tuple[int, ...]) -> str:
-    """Why the steps of this model cannot be captured, as far as its looks tell; "" if they can."""
-    text = model.config.get_text_config(decoder=True)
-    if len(layers) != text.num_hidden_layers:
-        other = text.num_hidden_layers - len(layers)
-        return f"{other} of {text.num_hidden_layers} layers keep a cache of their own kind"
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        return f"the model lies on {len(devices)} devices"
-    if model.training:
-        return "the model is in training mode: call model.eval()"
-    for name, module in model.named_modules():
-        if name and (module._forward_hooks or module._forward_pre_hooks):
-            return f"{name} has forward hooks, which would run only once"
-    return ""

@@ -114,9 +114,7 @@ class Session:
         """Put `function` in the place of the model's method `name` until `_detach`."""
         model, own, method = self.model, name in vars(self.model), getattr(self.model, name)
         setattr(model, name, functools.wraps(method)(functools.partial(function)))
-        self._undo.append(
-            lambda: setattr(model, name, method) if own else delattr(model, name)
-        )
+        self._undo.append(lambda: setattr(model, name, method) if own else delattr(model, name))
 
     def _detach(self) -> None:
         while self._undo:
@@ -231,8 +229,8 @@ class Session:
         kwargs: dict[str, Any],
     ) -> Tensor | None:
         """One layer's attention [B, T, H, Dv], or None where the model's own has to run."""
-        call, layer = self._call, getattr(module, "layer_idx", None)
-        state = None if call is None else call.conversation.states.get(layer)  # type: ignore[arg-type]
+        call, layer = self._call, int(getattr(module, "layer_idx", -1))
+        state = None if call is None else call.conversation.states.get(layer)
         if call is None or state is None or not state.kv.length:
             return None
         name = type(module).__name__
@@ -243,7 +241,7 @@ class Session:
         ):
             if given.data_ptr() != cached.data_ptr() or given.shape != cached.shape:
                 raise UnsupportedError(f"{name} changes its {what} after caching them: unsupported")
-        call.intercepted.add(int(layer))  # type: ignore[arg-type]
+        call.intercepted.add(layer)
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         if call.plan is None:
@@ -252,10 +250,10 @@ class Session:
             return None
         q = query[:, :, 0]
         if call.step is not None:
-            return call.step.arena.attend(int(layer), q, call.step.shape, scale).unsqueeze(1)
-        return decode_step(
-            state, q, call.plan, self.config, scale, self._recorder.meter
-        ).unsqueeze(1)
+            return call.step.arena.attend(layer, q, call.step.shape, scale).unsqueeze(1)
+        return decode_step(state, q, call.plan, self.config, scale, self._recorder.meter).unsqueeze(
+            1
+        )
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

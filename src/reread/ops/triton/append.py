@@ -18,6 +18,7 @@ def append(k: Tensor, v: Tensor, kv: Cache, *, norms: Tensor | None = None) -> N
     assert k.stride(2) == v.stride(2) == 1
     assert norms is None or norms.is_contiguous()
     append_kernels.append_kernel[(rows * heads,)](
-        k, v, *k.stride()[:2], *v.stride()[:2], kv.k, kv.v, *kv.strides, k if norms is None else norms, kv.k.shape[2], kv.lengths,
+        k, v, *k.stride()[:2], *v.stride()[:2], kv.k, kv.v, *kv.strides,
+        k if norms is None else norms, kv.k.shape[2], kv.lengths,
         HKV=heads, D=dim, NORMS=norms is not None, num_warps=1,
     )  # fmt: skip

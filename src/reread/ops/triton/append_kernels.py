@@ -9,7 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def append_kernel(
-    k, v, k_from_row, k_from_head, v_from_row, v_from_head, k_to, v_to, k_row, k_head, k_step, v_row, v_head, v_step, norms, width, lengths,
+    k, v, k_from_row, k_from_head, v_from_row, v_from_head,
+    k_to, v_to, k_row, k_head, k_step, v_row, v_head, v_step, norms, width, lengths,
     HKV: tl.constexpr, D: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """One (row, KV head)."""

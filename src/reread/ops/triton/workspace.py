@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from .. import MAX_LENGTH
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 MAX_ROWS = 64
-MAX_LENGTH = 262_144
 CHUNK = 2048  # positions that one program of the Selector handles
 BINS = 256  # of the top-K's counts
 MAX_SPLITS = 16

@@ -1,0 +1,86 @@
+"""Several batches and contexts of one shape in one run, with where the figures come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..errors import InputError, RereadError
+from ..integrations.hf.graph import Weights, decoder_layers
+from ..shapes import Shape
+from . import decode
+from .arms import DenseArm
+from .model import random_model
+from .timing import Record, copy_bandwidth, origin, require_cuda
+
+COMPARED = (
+    "Milliseconds of a whole decode step, from token ids to logits, of one transformers model with "
+    "random weights in bfloat16 and caches of random keys: layers compiled, one CUDA graph a step, "
+    "only attention differs. dense: each implementation of attention that is there; the speed-up "
+    "is over the fastest. slow_fast: rows become slow independently at the given mean gap; fast "
+    "steps, steps with slow rows and the Selector are all in the time. floor_ms: weights and the "
+    "keys that are read, over the device's copy bandwidth; roofline: floor over time. 'in line' "
+    "and 'asynchronous' differ in where the Selector runs."
+)
+
+
+def measure(
+    shape: Shape,
+    cells: Sequence[tuple[int, int]],
+    config: Config,
+    *,
+    slow_every: Sequence[float],
+    arms: Sequence[DenseArm],
+    commit: str = "",
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Time every cell; one that does not fit says so and the others go on.
+
+    Args:
+        cells: rows and context of each. slow_every: mean steps between slow ones of a row.
+        arms: of dense attention; at least one has to run.
+
+    Returns:
+        plain values for JSON: what is compared, versions, device, commit, config, a row per cell.
+
+    Raises:
+        UnsupportedError: no CUDA device. InputError: a context that leaves nothing to select.
+    """
+    device = require_cuda()
+    for rows, context in cells:
+        if context <= config.budget:
+            raise InputError(
+                f"context {context} is within the budget of {config.budget} keys: nothing to select"
+            )
+        if rows < 1:
+            raise InputError(f"batch {rows} is not possible: at least 1")
+    bandwidth = copy_bandwidth()
+    progress(f"{shape.name}: building the model")
+    model = random_model(shape, device, torch.bfloat16)
+    weights = Weights(model, decoder_layers(model, shape.total_layers))
+    found: list[Record] = []
+    for rows, context in cells:
+
+        def tell(what: str, at: str = f"{shape.name} {rows} x {context}") -> None:
+            progress(f"{at}: {what}")
+
+        try:
+            found.append(
+                decode.measure(
+                    shape, rows, context, config, slow_every=slow_every, arms=arms,
+                    bandwidth=bandwidth, progress=tell, model=model, weights=weights,
+                )
+            )  # fmt: skip
+        except (RereadError, torch.OutOfMemoryError) as error:
+            found.append(
+                {"shape": shape.name, "rows": rows, "context": context, "failed": str(error)}
+            )
+    described = {key: value for key, value in dataclasses.asdict(shape).items() if key != "source"}
+    return {
+        "compared": COMPARED, **origin(bandwidth, commit),
+        "config": {**config.to_dict(), "shape": described}, "rows": found,
+    }  # fmt: skip

@@ -1,0 +1,206 @@
+"""`reread bench kernel` and `reread bench decode`: what a GPU makes of it."""
+
+# No `from __future__ import annotations` here: typer reads the annotations of the options.
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..config import Config
+from ..errors import InputError
+from ..planner import expected_slow_every
+from ..shapes import SHAPES, shape_of
+from .options import config_of
+from .plan import whole_numbers
+from .report import make_console, print_json
+
+ARMS = "all, or some of cudnn, flash, reread-dense, flash_attn_3, flashinfer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What both benchmarks take."""
+
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or a folder with config.json.")
+    ] = "qwen3-4b"
+    context: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Keys of each row; several between commas.")
+    ] = "32768"
+    batch: Annotated[
+        str, typer.Option(metavar="ROWS", help="Rows decoded together; several between commas.")
+    ] = "16"
+    commit: Annotated[
+        str, typer.Option(help="The commit to note, for a copy without its history.")
+    ] = ""
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on standard output.")
+    ] = False
+
+    def cells(self) -> list[tuple[int, int]]:
+        """Rows and context of each measurement.
+
+        Raises:
+            InputError: not whole numbers.
+        """
+        return [
+            (rows, context)
+            for context in whole_numbers("--context", self.context)
+            for rows in whole_numbers("--batch", self.batch)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(BenchOptions):
+    """Options of `reread bench decode`."""
+
+    preset: Annotated[str, typer.Option(help="default or paper.")] = "default"
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a value of the preset; repeatable."
+        ),
+    ] = None
+    sentence: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Mean tokens between slow steps; several between commas. Default: what the "
+            "preset's triggers gave on real English text.",
+            show_default=False,
+        ),
+    ] = None
+    arms: Annotated[str, typer.Option(help=f"Dense arms: {ARMS}.")] = "all"
+
+    def config(self) -> Config:
+        """The preset with the --set changes.
+
+        Raises:
+            ConfigError: an unknown preset or key, or a value that cannot be right.
+            InputError: a configuration without fast steps.
+        """
+        config = config_of(self.preset, self.settings)
+        if config.mode == "dense":
+            raise InputError("mode 'dense' has no fast steps: dense arms are timed anyway")
+        return config
+
+    def gaps(self, config: Config) -> list[float]:
+        """Mean steps between slow ones.
+
+        Raises:
+            InputError: below 1, or no number.
+        """
+        if self.sentence is None:
+            return [expected_slow_every(config.triggers)]
+        try:
+            found = [float(part) for part in self.sentence.split(",")]
+        except ValueError:
+            found = []
+        if not found or min(found) < 1:
+            raise InputError(f"--sentence {self.sentence!r} is not possible: numbers of at least 1")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions(BenchOptions):
+    """Options of `reread bench kernel`."""
+
+    shares: Annotated[
+        str, typer.Option(metavar="PERCENT", help="Keys that sparse attention reads, in percent.")
+    ] = "1.6,6.3,12.5,25,50"
+
+    def fractions(self) -> list[float]:
+        """The shares, in (0, 1).
+
+        Raises:
+            InputError: no percentages.
+        """
+        try:
+            found = [float(part) / 100 for part in self.shares.split(",")]
+        except ValueError:
+            found = []
+        if not found or not all(0 < share < 1 for share in found):
+            raise InputError(
+                f"--shares {self.shares!r} is not possible: percentages such as 1.6,25"
+            )
+        return found
+
+
+def decode_command(options: DecodeOptions) -> None:
+    """Time whole decode steps, dense and slow-fast, of a model with random weights on this GPU."""
+    config, shape, cells = options.config(), shape_of(options.shape), options.cells()
+    gaps = options.gaps(config)
+    from ..bench.arms import pick
+    from ..bench.table import measure
+
+    arms = pick(options.arms)
+    console = make_console()
+    result = measure(
+        shape, cells, config,
+        slow_every=gaps, arms=arms, commit=options.commit, progress=console.print,
+    )  # fmt: skip
+    if options.as_json:
+        print_json(result)
+        return
+    out = Console(file=sys.stdout, highlight=False)
+    out.print(decode_table(result))
+    out.print("Random weights and keys: speed does not depend on them, quality is not measured.")
+
+
+def decode_table(result: dict[str, Any]) -> Table:
+    """A line per cell and arm."""
+    table = Table(title=f"whole decode steps on {result['device']['name']}")
+    for head in ("model, batch x context", "arm", "ms", "tokens/s", "roofline", "speed-up"):
+        table.add_column(head, justify="right", overflow="fold")
+    for row in result["rows"]:
+        cell = f"{row['shape']}, {row['rows']} x {row['context']}"
+        if "failed" in row:
+            table.add_row(cell, row["failed"])
+            continue
+        best = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        for arm in row["dense"]:
+            if "not_run" in arm:
+                table.add_row(cell, f"{arm['arm']}: {arm['not_run']}")
+            elif "ms" in arm:
+                table.add_row(cell, arm["arm"], *_figures(arm, best["ms"] / arm["ms"]))
+        for place, ours in row["slow_fast"].items():
+            for gap in row["slow_every"]:
+                arm = ours[f"1/{gap:g}"]
+                table.add_row(cell, f"slow 1/{gap:g}, {place}", *_figures(arm, arm["speedup"]))
+    return table
+
+
+def _figures(arm: dict[str, Any], speedup: float) -> tuple[str, ...]:
+    return (
+        f"{arm['ms']:.2f}", f"{arm['tokens_per_s']:.0f}", f"{arm['roofline']:.0%}", f"{speedup:.2f}"
+    )  # fmt: skip
+
+
+def kernel_command(options: KernelOptions) -> None:
+    """Time the attention and Selector kernels on this GPU against the fastest dense attention."""
+    shape, shares, cells = shape_of(options.shape), options.fractions(), options.cells()
+    from ..bench.caches import KernelShape
+    from ..bench.kernel import measure
+
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.head_dim}
+    shapes = [KernelShape(rows, context, **sizes) for rows, context in cells]
+    console = make_console()
+    result = measure(shapes, shares, progress=console.print, commit=options.commit)
+    if options.as_json:
+        print_json(result)
+        return
+    table = Table(title=f"attention and Selector on {result['device']['name']}")
+    for head in ("batch x keys", "kernel", "arm", "keys read", "us", "roofline", "speed-up"):
+        table.add_column(head, justify="right", overflow="fold")
+    for record in result["records"]:
+        speedup = record.get("speedup")
+        table.add_row(
+            f"{record['rows']} x {record['length']}", record["kernel"], str(record.get("arm", "")),
+            str(record.get("keys", "")), f"{record['us']:.1f}",
+            f"{record['roofline']:.0%}" if "roofline" in record else "",
+            "" if speedup is None else f"{speedup:.2f}",
+        )  # fmt: skip
+    Console(file=sys.stdout, highlight=False).print(table)

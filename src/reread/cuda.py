@@ -1,0 +1,71 @@
+"""Streams, events, pinned memory, free memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+STAGING = 8  # steps that the host may run ahead of the device
+
+
+def new_event(*, timing: bool = False) -> torch.cuda.Event:
+    """An event; with `timing` it can tell how long something took."""
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the device's lowest priority, which is also the default's."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+class Staging:
+    """Host to device without waiting: a ring of pinned buffers, each reused once its copy is
+    done."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+        pinned = target.is_cuda
+        self._ring = [
+            torch.zeros(target.shape, dtype=target.dtype, pin_memory=pinned)
+            for _ in range(STAGING if pinned else 1)
+        ]
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._ring)
+        self._next = 0
+
+    def upload(self, rows: list[tuple[int, ...]]) -> None:
+        """Copy the rows' values, [B] tuples in the order of FIELDS."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._ring)
+        event = self._copied[slot]
+        if event is not None:
+            event.synchronize()
+        self._ring[slot].copy_(torch.tensor(rows, dtype=torch.int32).T)
+        self._target.copy_(self._ring[slot], non_blocking=True)
+        if self._target.is_cuda:
+            copied = self._copied[slot] = new_event()
+            copied.record()
+
+
+def check_memory(device: torch.device, wanted: int, rows: int, positions: int) -> None:
+    """Refuse, before anything is lost, a conversation whose keys and values do not fit.
+
+    Args:
+        wanted: bytes of keys, values and scratch for `rows` rows of `positions` positions.
+
+    Raises:
+        InputError: says what would fit.
+    """
+    if device.type != "cuda" or not wanted:
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if wanted <= free:
+        return
+    fits = positions * free // wanted
+    raise InputError(
+        f"{rows} rows of {positions} positions need {wanted / 2**30:.1f} GiB for keys and values, "
+        f"{free / 2**30:.1f} GiB are free: about {fits} positions would fit with {rows} rows, or "
+        f"{rows * free // wanted} rows with {positions} positions"
+    )

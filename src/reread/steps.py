@@ -1,0 +1,76 @@
+"""What one decode step is: of all rows for the kernels, of each row for the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .attention import DeviceRow, StepPlan
+from .config import Config
+from .types import StepKind
+
+# rows of the step tensor, int32 [len(FIELDS), B]
+FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh")
+
+
+class StepShape(Enum):
+    """Which kernels one step of all rows needs; each is captured as a graph of its own."""
+
+    FAST = "fast"  # every row reads what was selected
+    MIXED = "mixed"  # each row says on the device what it reads
+    SLOW = "slow"  # every row reads everything, some or all choose again
+    DENSE = "dense"  # every row reads everything, none chooses
+
+    @classmethod
+    def of(cls, kinds: tuple[StepKind, ...]) -> StepShape:
+        """The smallest shape that covers the rows' kinds."""
+        found = set(kinds)
+        if found == {StepKind.FAST}:
+            return cls.FAST
+        if found == {StepKind.FULL}:
+            return cls.DENSE
+        return cls.MIXED if StepKind.FAST in found else cls.SLOW
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether rows choose again in it."""
+        return self in (StepShape.MIXED, StepShape.SLOW)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """One row of one step, as the host knows it. All in cache positions; see `KVView`."""
+
+    start: int
+    length: int
+    low: int
+    high: int
+    window: int
+    kind: StepKind
+
+    @classmethod
+    def of(cls, plan: StepPlan, b: int, known: DeviceRow | None, config: Config) -> RowStep:
+        """Row `b` of `plan`; `known`: what it selected last, needed for a fast step."""
+        start, length = plan.starts[b], plan.length
+        low = start + config.sink
+        high = max(low, length - config.recent)
+        kind = plan.kinds[b]
+        if kind is StepKind.FAST:
+            assert known is not None, "a fast step needs a selection"
+            return cls(start, length, low, high, known.window_start, kind)
+        # a row shorter than the sink has no window
+        return cls(start, length, low, high, min(high, length), kind)
+
+    def keys(self, known: DeviceRow | None, sink: int) -> int:
+        """Keys that the row reads per KV head."""
+        if self.kind is not StepKind.FAST:
+            return self.length - self.start
+        assert known is not None
+        return min(sink, self.window - self.start) + known.count + self.length - self.window
+
+    def values(self) -> tuple[int, ...]:
+        """In the order of FIELDS."""
+        dense, refresh = self.kind is not StepKind.FAST, self.kind is StepKind.SLOW
+        return (
+            self.start, self.length, self.low, self.high, self.window, int(dense), int(refresh)
+        )  # fmt: skip
