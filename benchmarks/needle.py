@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from reread.evaluation.provenance import provenance
 from reread.integrations.hf.load import load
 
 
-def variants() -> dict[str, Config]:
+def variants() -> dict[str, Config | None]:
     """Rows of the table; the paper's preset with its own constants and at the default's budget."""
     default, paper = Config.preset("default"), Config.preset("paper")
     return {
@@ -35,55 +36,78 @@ def variants() -> dict[str, Config]:
     }
 
 
-def main() -> None:
-    """Run the benchmark and write benchmarks/results/needle.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="folder of the needle checkpoint")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--questions", type=int, default=3, help="of each kind, per text")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--name", default="needle", help="name of the result file")
-    parser.add_argument("--json", action="store_true", help="print the result on stdout too")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    loaded = load(args.model, dtype="float32", device=args.device)
+def measure(args: argparse.Namespace, tokens: int) -> list[dict[str, Any]]:
+    """The table's rows for texts of `tokens` tokens."""
+    loaded = load(args.model, dtype=args.dtype, device=args.device)
     texts = make_texts(
         Vocabulary.of(loaded.tokenizer.get_vocab()),
-        tokens=args.tokens,
+        tokens=tokens,
         count=args.texts,
         questions=args.questions,
         seed=args.seed,
     )
+    known: dict[str, Config | None] = {"transformers": None, **variants()}
+    chosen = {name: known[name] for name in args.variants.split(",")} if args.variants else known
     rows = []
-    for name, config in variants().items():
-        found = evaluate(loaded.model, loaded.tokenizer, texts, {name: config})[name]
-        slow = sum(r.slow_steps for r in found.values())
-        steps = sum(r.slow_steps + r.fast_steps + r.full_steps for r in found.values())
+    found = evaluate(loaded.model, loaded.tokenizer, texts, chosen, chunk=args.chunk)
+    for name, config in chosen.items():
+        kinds = found[name]
+        slow = sum(r.slow_steps for r in kinds.values())
+        steps = sum(r.slow_steps + r.fast_steps + r.full_steps for r in kinds.values())
+        read = [share for r in kinds.values() for share in r.read]
         row = {
             "variant": name,
-            **{kind: found[kind].accuracy for kind in KINDS},
-            "slow_rate": slow / steps,
-            "settings": config.to_dict(),
+            "tokens": tokens,
+            **{kind: kinds[kind].accuracy for kind in KINDS},
+            "slow_rate": slow / steps if steps else 0.0,
+            "keys_read_share": sum(read) / len(read) if read else 1.0,
+            "fast_keys_share": config.budget / tokens if config else 1.0,
+            "ran": sorted({ran for r in kinds.values() for ran in r.runners}),
+            "settings": config.to_dict() if config else None,
         }
         rows.append(row)
-        console.log(", ".join(f"{kind} {found[kind].accuracy:.3f}" for kind in KINDS), name)
-    result = {
-        "rows": rows,
-        "config": {
-            "model": "needle-27m",
-            "tokens": args.tokens,
-            "cases_per_kind": args.texts * args.questions,
-            "seed": args.seed,
-        },
-        **provenance(args.device),
-    }
-    path = save(args.name, result)
-    show("share of answer words right", rows, ("variant", *KINDS, "slow_rate"))
+        console.log(", ".join(f"{kind} {kinds[kind].accuracy:.3f}" for kind in KINDS), name)
+    return rows
+
+
+def main() -> None:
+    """Run the benchmark and write the result file, anew after every length."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of the needle checkpoint")
+    parser.add_argument("--tokens", default="4096", help="lengths, between commas")
+    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--questions", type=int, default=3, help="of each kind, per text")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--variants", default="", help="some of them, between commas")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens per prefill pass")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--name", default="needle", help="name of the result file")
+    parser.add_argument("--commit", default="", help="for a copy of the tree without its history")
+    parser.add_argument("--json", action="store_true", help="print the result on stdout too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows: list[dict[str, Any]] = []
+    for tokens in map(int, args.tokens.split(",")):
+        rows += measure(args, tokens)
+        known = provenance(args.device)
+        result = {
+            "rows": rows,
+            "config": {
+                "model": "needle-27m",
+                "dtype": args.dtype,
+                "cases_per_kind": args.texts * args.questions,
+                "seed": args.seed,
+            },
+            **known,
+            "commit": args.commit or known["commit"],
+        }
+        path = save(args.name, result)
+    columns = ("variant", "tokens", *KINDS, "slow_rate", "keys_read_share")
+    show("share of answer words right", rows, columns)
     console.print(f"written to {path}")
     if args.json:
         print(json.dumps(result))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -26,6 +27,8 @@ from ..config import Config
 from ..errors import InputError
 from ..integrations.hf.attach import attach
 from ..integrations.hf.cache import cache_keyword
+from ..integrations.hf.session import Session
+from ..stats import Stats
 
 Kind = Literal["code", "note", "chain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -167,12 +170,23 @@ class Result:
     Attributes:
         shares: share of answer words right, per case; accuracy: their mean.
         slow_steps, fast_steps, full_steps: of all cases together.
+        read: keys_read_share of each batch of cases; runners: how its steps ran.
     """
 
     shares: list[float] = field(default_factory=list)
     slow_steps: int = 0
     fast_steps: int = 0
     full_steps: int = 0
+    read: list[float] = field(default_factory=list)
+    runners: set[str] = field(default_factory=set)
+
+    def count(self, stats: Stats) -> None:
+        """What one batch of cases did."""
+        self.slow_steps += sum(stats.slow_steps)
+        self.fast_steps += sum(stats.fast_steps)
+        self.full_steps += sum(stats.full_steps)
+        self.read.append(stats.keys_read_share)
+        self.runners.add(f"{stats.backend}, {stats.runner}")
 
     @property
     def accuracy(self) -> float:
@@ -181,17 +195,27 @@ class Result:
 
 @torch.no_grad()
 def evaluate(
-    model: Any, tokenizer: Any, texts: Sequence[Text], configs: Mapping[str, Config]
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[Text],
+    configs: Mapping[str, Config | None],
+    *,
+    chunk: int = PREFILL_CHUNK,
 ) -> dict[str, dict[Kind, Result]]:
-    """Greedy answers to every question, by config and kind; texts are read once, as one batch."""
+    """Greedy answers to every question, by config and kind; texts are read once, as one batch.
+
+    Args:
+        configs: None is transformers' own decoding, nothing attached.
+        chunk: tokens per pass while the texts are read.
+    """
     base = _ids(model, tokenizer, [text.words for text in texts])
     keyword = cache_keyword(model)
     cache = DynamicCache(config=model.config)
-    for piece in torch.split(base, PREFILL_CHUNK, dim=1):
+    for piece in torch.split(base, chunk, dim=1):
         model(piece, use_cache=True, logits_to_keep=1, **{keyword: cache})
     results: dict[str, dict[Kind, Result]] = {}
     for name, config in configs.items():
-        with attach(model, config, tokenizer=tokenizer) as session:
+        with _attached(model, config, tokenizer) as session:
             for kind in KINDS:
                 result = results.setdefault(name, {})[kind] = Result()
                 for asked in zip(*(text.questions[kind] for text in texts), strict=True):
@@ -206,10 +230,15 @@ def evaluate(
                     for q, row in zip(asked, tokens, strict=True):
                         words = tokenizer.convert_ids_to_tokens(row)
                         result.shares.append(share_right(q.answer, words))
-                    result.slow_steps += sum(session.stats.slow_steps)
-                    result.fast_steps += sum(session.stats.fast_steps)
-                    result.full_steps += sum(session.stats.full_steps)
+                    if session is not None:
+                        result.count(session.stats)
     return results
+
+
+def _attached(
+    model: Any, config: Config | None, tokenizer: Any
+) -> AbstractContextManager[Session | None]:
+    return nullcontext() if config is None else attach(model, config, tokenizer=tokenizer)
 
 
 def _greedy(model: Any, ids: Tensor, new: int, cache: dict[str, DynamicCache]) -> list[list[int]]:

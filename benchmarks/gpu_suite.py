@@ -1,0 +1,97 @@
+"""GPU tests and all GPU tables in one go, on one card, into one JSON.
+
+    python -m benchmarks.gpu_suite --json benchmarks/results/gpu_suite.json
+
+The file is written anew after every part, so an interrupted run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels_gpu import BATCHES, LONG, LONG_SHARES
+from reread import Config
+from reread.bench import kernel, table
+from reread.bench.arms import dense_arms
+from reread.evaluation.provenance import provenance
+from reread.planner import DEFAULT_SLOW_EVERY
+from reread.shapes import Shape
+
+# the last: what the default preset's triggers gave on real text, with lines as wrapped there
+GAPS = (20.0, 9.0, 6.0, DEFAULT_SLOW_EVERY)
+CELLS: dict[str, list[tuple[int, int]]] = {
+    "qwen3-0.6b": [(16, 32768), (8, 131072)],
+    "qwen3-4b": [(16, 8192), (16, 32768), (4, 131072), (1, 131072), (4, 2048), (4, 8192),
+                 (4, 32768)],
+}  # fmt: skip
+TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
+
+
+def run_tests() -> dict[str, Any]:
+    """The tests marked gpu, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, *TESTS], capture_output=True, text=True, timeout=420, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    return {"passed": done.returncode == 0, "summary": lines[-1] if lines else done.stderr[-500:]}
+
+
+def kernels(commit: str) -> dict[str, Any]:
+    """`reread bench kernel` on the documentation's shapes."""
+    result = kernel.measure(BATCHES, progress=say, commit=commit)
+    result["records"] += kernel.measure(LONG, LONG_SHARES, progress=say, commit=commit)["records"]
+    return result
+
+
+def decode(commit: str, shapes: Sequence[str]) -> dict[str, Any]:
+    """`reread bench decode` on them."""
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
+    for name in shapes:
+        result = table.measure(
+            Shape.named(name), CELLS[name], Config(),
+            slow_every=GAPS, arms=dense_arms(), commit=commit, progress=say,
+        )  # fmt: skip
+        rows += result["rows"]
+    result["config"].pop("shape")
+    return {**result, "rows": rows}
+
+
+def say(what: str) -> None:
+    """Progress, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--parts", default="decode,kernels,tests", help="between commas")
+    parser.add_argument("--commit", default="", help="for a copy of the tree without its history")
+    args = parser.parse_args()
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "decode": lambda: decode(args.commit, list(CELLS)),
+        "kernels": lambda: kernels(args.commit),
+        "tests": run_tests,
+    }
+    known = provenance("cuda")
+    result: dict[str, Any] = {**known, "commit": args.commit or known["commit"]}
+    result["config"] = Config().to_dict()
+    for name in args.parts.split(","):
+        begun = time.monotonic()
+        result[name] = {**parts[name](), "seconds": round(time.monotonic() - begun, 1)}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        say(f"{name}: {result[name]['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()
