@@ -7,9 +7,10 @@ a CUDA graph and replayed.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +19,16 @@ from .attention import DeviceRow, LayerState, Meter, StepPlan
 from .config import Config
 from .cuda import Staging, new_event, new_stream
 from .errors import UnsupportedError
+from .ops import refusal
 from .steps import FIELDS, RowStep, StepShape
 from .types import StepKind
 
 if TYPE_CHECKING:
-    from .ops.triton import Cache, Workspace
+    from .ops.triton import Cache, Chosen, Workspace
 
+Overlap = Literal["none", "refresh", "rows"]
+DEFAULT_OVERLAP: Overlap = "rows"
+HOLES = "an attention_mask with padding between two turns of a row"
 RING = 4  # workspaces that asynchronous refreshes take turns in (SFI, section 4)
 
 
@@ -35,6 +40,9 @@ class Arena:
         layers: indices of the layers that are made sparse, in order.
         indices, counts: per layer what fast steps read, int32 [B, Hkv, K] and [B, Hkv].
         step: int32 [len(FIELDS), B].
+        unfinished: a step was begun and not finished, so scratch and selections may be half done.
+        overlap: "refresh": the Selector of a layer runs under the next layers' attention; "rows":
+            so do, besides, the slow and the fast rows of one layer; "none": one after the other.
     """
 
     def __init__(
@@ -43,13 +51,13 @@ class Arena:
         heads: int,
         config: Config,
         *,
-        asynchronous: bool = False,
+        overlap: Overlap = DEFAULT_OVERLAP,
     ) -> None:
         """Around the caches that `states` hold already.
 
         Args:
             heads: query heads H.
-            asynchronous: refresh on a second stream, under the next layers' attention.
+            overlap: what runs beside what.
 
         Raises:
             UnsupportedError: a shape that the kernels do not cover.
@@ -70,24 +78,30 @@ class Arena:
             if reason is not None:
                 raise UnsupportedError(refusal(reason))
         k_max = min(config.k, self.capacity)
-        self.indices = {i: self._int32(self.rows, self.kv_heads, k_max) for i in states}
-        self.counts = {i: self._int32(self.rows, self.kv_heads) for i in states}
-        self.step = self._int32(len(FIELDS), self.rows)
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
+        self.indices = {i: zeros(self.rows, self.kv_heads, k_max) for i in states}
+        self.counts = {i: zeros(self.rows, self.kv_heads) for i in states}
+        self.step = zeros(len(FIELDS), self.rows)
         sparse = config.mode == "slow-fast"
         self.works = [
             Workspace(
                 self.rows, heads, self.kv_heads, dim, self.capacity, self.device, evidence=sparse
             )
-            for _ in range(RING if asynchronous and sparse else 1)
+            for _ in range(RING if overlap != "none" and sparse else 1)
         ]
-        self.side = new_stream(self.device) if asynchronous else None
+        self.overlap: Overlap = overlap if self.device.type == "cuda" and sparse else "none"
+        if self.overlap != "none":
+            self._refresh_stream = new_stream(self.device)
+            self._dense_stream = new_stream(self.device)
+        if self.overlap == "rows":
+            self._fast_work = Workspace(
+                self.rows, heads, self.kv_heads, dim, self.capacity, self.device, evidence=False
+            )
         self._staging = Staging(self.step)
-        self._begun: list[torch.cuda.Event | None] = [None] * len(self.works)
+        self._done: list[torch.cuda.Event | None] = [None] * len(self.works)
         self._turn = 0
         self._forked = False
-
-    def _int32(self, *shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
+        self.unfinished = False
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +113,11 @@ class Arena:
     def free(self) -> bool:
         """Whether the caches are gone whose memory this is, so that others may use it."""
         return all(owner() is None for owner in self._owners)
+
+    def owned_by(self, states: Mapping[int, LayerState]) -> bool:
+        """Whether it was made around, or given to, some of these caches."""
+        own = [owner() for owner in self._owners]
+        return any(state is mine for state in states.values() for mine in own)
 
     def own(self, states: Mapping[int, LayerState]) -> None:
         """Give the memory to new caches, which must be empty."""
@@ -116,19 +135,18 @@ class Arena:
     def begin(self, plan: StepPlan, states: Mapping[int, LayerState]) -> list[RowStep]:
         """Tell the device what the step of `plan` is; what fast rows read must be selected."""
         if plan.valid is not None:
-            raise UnsupportedError(
-                refusal("an attention_mask with padding between two turns of a row")
-            )
-        known = [_device_row(states[self.layers[0]].chosen[b]) for b in range(self.rows)]
+            raise UnsupportedError(refusal(HOLES))
+        known = states[self.layers[0]].chosen
         steps = [RowStep.of(plan, b, known[b], self.config) for b in range(self.rows)]
         self._staging.upload([step.values() for step in steps])
         self.restart()
+        self.unfinished = True
         return steps
 
     def restart(self) -> None:
         """The first layer of a step comes next."""
         self._turn, self._forked = 0, False
-        self._begun = [None] * len(self.works)
+        self._done = [None] * len(self.works)
 
     def finish(
         self,
@@ -141,7 +159,7 @@ class Arena:
         for b, step in enumerate(steps):
             known = states[self.layers[0]].chosen[b]
             if plan.counted[b]:
-                read = step.keys(_device_row(known), self.config.sink)
+                read = step.keys(known, self.config.sink)
                 meter.add(b, step.kind, read, step.length - step.start, len(self.layers))
             if step.kind is not StepKind.FAST:
                 found = None
@@ -152,6 +170,7 @@ class Arena:
                     state.chosen[b] = found
         for state in states.values():
             state.tail = None
+        self.unfinished = False
 
     def seed(self, b: int, layer: int, indices: Tensor, counts: Tensor) -> None:
         """Put in a selection that was made elsewhere: indices [Hkv, K'], counts [Hkv]."""
@@ -178,18 +197,20 @@ class Arena:
         buffer = self.buffers[layer]
         return Cache(buffer.k, buffer.v, self.field("starts"), self.field("lengths"))
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write each row's new key and value, [B, Hkv, D], at its newest position."""
-        from .ops.triton import append
-
-        norms = self.buffers[layer].norms
-        append(k, v, self.cache(layer), norms=norms)
-
-    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        shape: StepShape,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Attention of one new token per row, and the refresh of the rows that choose again.
 
         Args:
-            q: [B, H, D]; the new keys and values are in the cache already.
+            q: [B, H, D].
+            new: each row's new key and value, [B, Hkv, D], to be written at its newest position;
+                None: they are there.
 
         Returns:
             [B, H, D].
@@ -197,37 +218,73 @@ class Arena:
         from .ops import triton as kernels
 
         q, kv = q.contiguous(), self.cache(layer)
-        slot = self._turn % len(self.works)
-        self._turn += 1
-        work, allowed = self.works[slot], (self.field("low"), self.field("high"))
+        work = self.works[self._turn % len(self.works)]
         chosen = kernels.Chosen(
             self.indices[layer], self.counts[layer], self.field("window"), self.config.sink
         )
+        norms = self.buffers[layer].norms
+        if shape is StepShape.FAST and norms is None:
+            return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work, new=new)
+        if new is not None:
+            kernels.append(*new, kv, norms=norms)
         if shape is StepShape.FAST:
             return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work)
         if shape is StepShape.DENSE:
             return kernels.decode_dense(q, kv, scale=scale, work=work)
-        self._wait_for(slot)
-        if shape is StepShape.MIXED:
-            dense = self.field("dense")
+        return self._refreshing(layer, q, kv, chosen, shape, scale)
+
+    def _refreshing(
+        self, layer: int, q: Tensor, kv: Cache, chosen: Chosen, shape: StepShape, scale: float
+    ) -> Tensor:
+        """A step in which rows choose again."""
+        from .ops import triton as kernels
+
+        slot = self._turn % len(self.works)
+        self._turn += 1
+        work, allowed = self.works[slot], (self.field("low"), self.field("high"))
+        event = self._done[slot]
+        if event is not None:
+            # before a workspace is used again, the refresh that reads it must be done
+            torch.cuda.current_stream(self.device).wait_event(event)
+        dense = self.field("dense")
+        if shape is StepShape.SLOW:
+            out = kernels.decode_dense(q, kv, scale=scale, work=work, allowed=allowed)
+        elif self.overlap == "rows":
+            out = self._apart(q, kv, chosen, work, scale)
+        else:
             out = kernels.decode_mixed(
                 q, kv, chosen, dense, scale=scale, work=work, allowed=allowed
             )
-        else:
-            out = kernels.decode_dense(q, kv, scale=scale, work=work, allowed=allowed)
         self._refresh(layer, kv, q.shape[1], slot)
         return out
 
+    def _apart(self, q: Tensor, kv: Cache, chosen: Chosen, work: Workspace, scale: float) -> Tensor:
+        """Dense rows and fast rows side by side, each kind as it runs alone."""
+        from .ops import triton as kernels
+
+        out, main = torch.empty_like(q), torch.cuda.current_stream(self.device)
+        self._dense_stream.wait_stream(main)
+        with torch.cuda.stream(self._dense_stream):
+            kernels.decode_dense(
+                q, kv, scale=scale, work=work, active=self.field("dense"), out=out,
+                allowed=(self.field("low"), self.field("high")),
+            )  # fmt: skip
+        kernels.decode_sparse(
+            q, kv, chosen, scale=scale, work=self._fast_work, active=self.field("fast"), out=out
+        )
+        main.wait_stream(self._dense_stream)
+        return out
+
     def _refresh(self, layer: int, kv: Cache, heads: int, slot: int) -> None:
-        if self.side is None:
+        if self.overlap == "none":
             self._choose(layer, kv, heads, self.works[slot])
             return
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.side):
+        self._refresh_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._refresh_stream):
             self._choose(layer, kv, heads, self.works[slot])
             done = new_event()
             done.record()
-        self._begun[slot] = done
+        self._done[slot] = done
         self._forked = True
 
     def _choose(self, layer: int, kv: Cache, heads: int, work: Workspace) -> None:
@@ -240,23 +297,8 @@ class Arena:
             norms=self.buffers[layer].norms,
         )  # fmt: skip
 
-    def _wait_for(self, slot: int) -> None:
-        """Before a workspace is used again, the refresh that reads it must be done."""
-        event = self._begun[slot]
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
     def barrier(self) -> None:
         """The end of a step: every refresh is done before the next step reads a selection."""
-        if self.side is not None and self._forked:
-            torch.cuda.current_stream(self.device).wait_stream(self.side)
+        if self._forked:
+            torch.cuda.current_stream(self.device).wait_stream(self._refresh_stream)
         self._forked = False
-
-
-def _device_row(chosen: object) -> DeviceRow | None:
-    return chosen if isinstance(chosen, DeviceRow) else None
-
-
-def refusal(reason: str) -> str:
-    """How a shape that the kernels do not cover is refused."""
-    return f"the Triton kernels do not cover {reason}; backend='reference' does, slowly"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ops import MAX_LENGTH
 from .types import KVView
 
 GROWTH_SHARE = (
@@ -44,14 +45,13 @@ class GrowingKV:
     a row.
 
     Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
-    key). Growth stops at `limit` positions, where one is set, as long as that is enough.
+    key).
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
         self.with_norms = with_norms
         self.length = 0
         self.reserved = 0
-        self.limit: int | None = None
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._norms: Tensor | None = None
@@ -66,10 +66,10 @@ class GrowingKV:
         end = self.length + k.shape[2]
         self._k = self._room(self._k, k, end)
         self._v = self._room(self._v, v, end)
-        self._k[:, :, self.length : end] = k
-        self._v[:, :, self.length : end] = v
+        self._k[:, :, self.length : end] = k.detach()
+        self._v[:, :, self.length : end] = v.detach()
         if self.with_norms:
-            norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
+            norms = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=torch.float32)
             self._norms = self._room(self._norms, norms, end)
             self._norms[:, :, self.length : end] = norms
         self.length = end
@@ -79,8 +79,9 @@ class GrowingKV:
             return buffer
         growth = max(GROWTH_STEP, end // GROWTH_SHARE)
         capacity = max(end + (0 if self.reserved >= end else growth), self.reserved)
-        if self.limit is not None:
-            capacity = max(end, min(capacity, self.limit))
+        if end <= MAX_LENGTH:
+            # growth alone must not carry a cache beyond what the kernels address
+            capacity = min(capacity, MAX_LENGTH) if self.reserved <= MAX_LENGTH else capacity
         # a cache made in inference mode may go on outside of it
         with torch.inference_mode(False):
             grown = torch.empty(
@@ -150,7 +151,9 @@ class GrowingKV:
         if self.with_norms:
             return
         self.with_norms = True
-        if self._k is not None:
+        if self._k is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
             self._norms = torch.linalg.vector_norm(self._k, dim=-1, dtype=torch.float32)
 
     def reindex(self, rows: Tensor) -> None:
@@ -194,6 +197,8 @@ class CompactKV:
         self.selected = selected
 
     @staticmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _gather(
         cache: Tensor, index: Tensor, window: slice | Tensor, room: int
     ) -> tuple[Tensor, int]:
@@ -208,8 +213,9 @@ class CompactKV:
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add one token's key [Hkv, D] and value [Hkv, Dv] to the recent part."""
         if self.count == self.k.shape[1]:
-            self.k = torch.nn.functional.pad(self.k, (0, 0, 0, self.room))
-            self.v = torch.nn.functional.pad(self.v, (0, 0, 0, self.room))
+            with torch.inference_mode(False):
+                self.k = torch.nn.functional.pad(self.k, (0, 0, 0, self.room))
+                self.v = torch.nn.functional.pad(self.v, (0, 0, 0, self.room))
         self.k[:, self.count] = k
         self.v[:, self.count] = v
         self.count += 1

@@ -10,7 +10,7 @@ from .config import Config
 from .types import StepKind
 
 # rows of the step tensor, int32 [len(FIELDS), B]
-FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh")
+FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh", "fast")
 
 
 class StepShape(Enum):
@@ -49,28 +49,27 @@ class RowStep:
     kind: StepKind
 
     @classmethod
-    def of(cls, plan: StepPlan, b: int, known: DeviceRow | None, config: Config) -> RowStep:
-        """Row `b` of `plan`; `known`: what it selected last, needed for a fast step."""
+    def of(cls, plan: StepPlan, b: int, known: object, config: Config) -> RowStep:
+        """Row `b` of `plan`; `known`: what it selected last, a DeviceRow in a fast step."""
         start, length = plan.starts[b], plan.length
         low = start + config.sink
         high = max(low, length - config.recent)
         kind = plan.kinds[b]
         if kind is StepKind.FAST:
-            assert known is not None, "a fast step needs a selection"
+            assert isinstance(known, DeviceRow), "a fast step needs a selection"
             return cls(start, length, low, high, known.window_start, kind)
         # a row shorter than the sink has no window
         return cls(start, length, low, high, min(high, length), kind)
 
-    def keys(self, known: DeviceRow | None, sink: int) -> int:
+    def keys(self, known: object, sink: int) -> int:
         """Keys that the row reads per KV head."""
         if self.kind is not StepKind.FAST:
             return self.length - self.start
-        assert known is not None
+        assert isinstance(known, DeviceRow)
         return min(sink, self.window - self.start) + known.count + self.length - self.window
 
     def values(self) -> tuple[int, ...]:
         """In the order of FIELDS."""
-        dense, refresh = self.kind is not StepKind.FAST, self.kind is StepKind.SLOW
-        return (
-            self.start, self.length, self.low, self.high, self.window, int(dense), int(refresh)
-        )  # fmt: skip
+        fast, refresh = self.kind is StepKind.FAST, self.kind is StepKind.SLOW
+        spans = (self.start, self.length, self.low, self.high, self.window)
+        return (*spans, int(not fast), int(refresh), int(fast))

@@ -18,6 +18,7 @@ from ..config import Config
 from ..device import Arena
 from ..errors import InputError
 from ..ops import reference
+from ..ops.triton import append
 from ..steps import StepShape
 from ..types import KVView, Selection
 
@@ -121,10 +122,19 @@ class DenseArena(Arena):
         super().__init__(states, heads, Config.preset("dense"))
         self._attention, self._length = attention, length
 
-    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        shape: StepShape,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """See `Arena.attend`."""
         if self._attention is None:
-            return super().attend(layer, q, shape, scale)
+            return super().attend(layer, q, shape, scale, new)
+        if new is not None:
+            append(*new, self.cache(layer))
         buffer = self.buffers[layer]
         k, v = buffer.k[:, :, : self._length], buffer.v[:, :, : self._length]
         return self._attention(q, k, v, scale)
@@ -133,22 +143,40 @@ class DenseArena(Arena):
 class NoAttention(Arena):
     """An arena whose attention does nothing: what is left is the rest of the model."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes nothing."""
-
-    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        shape: StepShape,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """The queries themselves."""
         return q.clone()
 
 
 class ReferenceArena(Arena):
-    """Reads what another arena selected, with the reference's attention."""
+    """Reads what another arena selected; some rows' attention is the reference's."""
 
-    def attend(self, layer: int, q: Tensor, shape: StepShape, scale: float) -> Tensor:
-        buffer, length = self.buffers[layer], int(self.field("lengths")[0])
-        view = KVView(buffer.k, buffer.v, (0,) * self.rows, (length,) * self.rows)
-        selection = Selection(self.indices[layer], self.counts[layer])
-        window = self.field("window").tolist()
-        return reference.decode_sparse(
-            q, view, selection, window, sink=self.config.sink, scale=scale
-        )
+    rows_checked: tuple[int, ...] = ()
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        shape: StepShape,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `Arena.attend`; fast steps only."""
+        out = super().attend(layer, q, shape, scale, new)
+        buffer, window = self.buffers[layer], self.field("window").tolist()
+        length = int(self.field("lengths")[0])
+        for b in self.rows_checked:
+            row = slice(b, b + 1)
+            view = KVView(buffer.k[row], buffer.v[row], (0,), (length,))
+            selection = Selection(self.indices[layer][row], self.counts[layer][row])
+            out[row] = reference.decode_sparse(
+                q[row], view, selection, window[row], sink=self.config.sink, scale=scale
+            )
+        return out

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from ..attention import LayerState
-from ..config import Config
 from ..cuda import check_memory
-from ..device import Arena
 from ..kv import Buffers
 from ..shapes import Shape, hf_config
 
@@ -57,10 +55,3 @@ def random_caches(
         state.chosen = [None] * rows
         states[layer] = state
     return states
-
-
-def arena_of(
-    states: dict[int, LayerState], shape: Shape, config: Config, *, asynchronous: bool = False
-) -> Arena:
-    """An arena around random caches."""
-    return Arena(states, shape.heads, config, asynchronous=asynchronous)

@@ -23,8 +23,9 @@ COMPARED = (
     "only attention differs. dense: each implementation of attention that is there; the speed-up "
     "is over the fastest. slow_fast: rows become slow independently at the given mean gap; fast "
     "steps, steps with slow rows and the Selector are all in the time. floor_ms: weights and the "
-    "keys that are read, over the device's copy bandwidth; roofline: floor over time. 'in line' "
-    "and 'asynchronous' differ in where the Selector runs."
+    "keys that are read, over the device's copy bandwidth; roofline: floor over time. The overlaps "
+    "differ in what of a step with slow rows runs side by side: fast and slow rows and the "
+    "Selector (rows), the Selector under the next layers' attention (refresh), nothing (none)."
 )
 
 

@@ -64,7 +64,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large device copy, read and write counted; the best of six.
+    """Bytes a second of a large device copy, read and write counted; the best of fifteen.
 
     Raises:
         UnsupportedError: no GPU.
@@ -73,7 +73,7 @@ def copy_bandwidth() -> float:
     size = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = min(milliseconds(lambda: target.copy_(source)) for _ in range(6))
+    best = min(milliseconds(lambda: target.copy_(source)) for _ in range(15))
     return 2 * size / (best * 1e-3)
 
 

@@ -59,6 +59,11 @@ def kernels_lack(
     return unsupported(q, torch.empty(rows, kv_heads, positions, dim, dtype=dtype, device="meta"))
 
 
+def refusal(reason: str) -> str:
+    """How a shape that the Triton kernels do not cover is refused."""
+    return f"the Triton kernels do not cover {reason}; backend='reference' does, slowly"
+
+
 def decode_dense(
     q: Tensor, kv: KVView, *, scale: float, allowed: Allowed | None = None
 ) -> tuple[Tensor, Tensor | None]:

@@ -127,3 +127,13 @@ def queries_that_exist(mask: Any, new: int) -> Tensor | None:
         return None
     exist = mask[:, -new:] != 0
     return None if bool(exist.all()) else exist
+
+
+def has_holes(mask: Any, rows: int, length: int) -> bool:
+    """Whether a prefill's mask says that some row has padding behind its first token.
+
+    A mask of another form concerns the prefill alone.
+    """
+    if not isinstance(mask, Tensor) or mask.shape != (rows, length):
+        return False
+    return spans(mask, rows, length)[1] is not None

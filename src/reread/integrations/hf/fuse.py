@@ -7,6 +7,7 @@ views of the stacked matrix, so no memory is added, and in-place changes of a we
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,32 +23,52 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class First(nn.Module):
     """Stands for the first sibling: computes all, keeps the others' results for them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], names: Sequence[str]
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.sizes = tuple(sizes)
-        self.kept: list[Tensor] = []
+        self.sizes, self.names = list(sizes), tuple(names)
+        self.input: Tensor | None = None
+        self.kept: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> this sibling's [..., out]."""
+        """[..., in] -> this sibling's [..., out].
+
+        Raises:
+            RuntimeError: a sibling was not called since the last time.
+        """
+        if self.kept:
+            raise RuntimeError(f"{self.names} are not called in this order, each once")
         every = nn.functional.linear(x, self.weight, self.bias)
-        first, *rest = torch.split(every, list(self.sizes), dim=-1)
-        self.kept.extend(rest)
+        first, *rest = torch.split(every, self.sizes, dim=-1)
+        self.input = x
+        for name, part in zip(self.names[1:], rest, strict=True):
+            self.kept[name] = part
         return first
+
+    def take(self, name: str, x: Tensor) -> Tensor:
+        """What was computed for a later sibling; x must be what the first one was given."""
+        if x is not self.input or name not in self.kept:
+            raise RuntimeError(f"{self.names} are not called in this order with one input")
+        part = self.kept.pop(name)
+        if not self.kept:
+            self.input = None
+        return part
 
 
 class Next(nn.Module):
     """Stands for a later sibling: hands out what the first one computed for it."""
 
-    def __init__(self, first: First) -> None:
+    def __init__(self, first: First, name: str) -> None:
         super().__init__()
         # in a tuple, so that it does not become a submodule a second time
-        self.first = (first,)
+        self.first, self.name = (first,), name
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> this sibling's [..., out]."""
-        return self.first[0].kept.pop(0)
+        return self.first[0].take(self.name, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,12 @@ class Stack:
     linears: tuple[nn.Linear, ...]
     stand_ins: tuple[nn.Module, ...]
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the siblings still stand where they stood."""
+        here = (self.parent._modules.get(name) for name in self.names)
+        return all(found is linear for found, linear in zip(here, self.linears, strict=True))
+
     def split(self) -> None:
         """Give every parameter memory of its own again."""
         for linear in self.linears:
@@ -66,13 +93,28 @@ class Stack:
                 parameter.data = parameter.data.clone()
 
 
-def stack_siblings(module: nn.Module) -> list[Stack]:
-    """Stack the weights of all siblings within `module`; plain linear layers only."""
+def shared_parameters(model: nn.Module) -> frozenset[int]:
+    """Addresses of the parameters that several modules have."""
+    seen = Counter(
+        parameter.data_ptr()
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return frozenset(address for address, times in seen.items() if times > 1)
+
+
+def stack_siblings(module: nn.Module, shared: frozenset[int] = frozenset()) -> list[Stack]:
+    """Stack the weights of all siblings within `module`: plain linear layers only, and none whose
+    parameters are `shared` (see `shared_parameters`)."""
     stacks = []
     for parent in module.modules():
         for names in SIBLINGS:
-            linears = [getattr(parent, name, None) for name in names]
-            if all(_plain(linear) for linear in linears) and _alike(linears):
+            linears: list[Any] = [getattr(parent, name, None) for name in names]
+            if not all(_plain(linear) for linear in linears) or not _alike(linears):
+                continue
+            own = [p.data_ptr() for linear in linears for p in linear.parameters()]
+            if not shared.intersection(own) and len(set(own)) == len(own):
                 stacks.append(_stack(parent, names, linears))
     return stacks
 
@@ -108,8 +150,8 @@ def _stack(parent: nn.Module, names: tuple[str, ...], linears: Sequence[Any]) ->
         linear.weight.data = weight[span]
         if bias is not None:
             linear.bias.data = bias[span]
-    first = First(weight, bias, sizes)
-    stand_ins = (first, *(Next(first) for _ in linears[1:]))
+    first = First(weight, bias, sizes, names)
+    stand_ins = (first, *(Next(first, name) for name in names[1:]))
     return Stack(parent, names, tuple(linears), stand_ins)
 
 
@@ -128,3 +170,4 @@ def stacked(stacks: Sequence[Stack]) -> Iterator[None]:
             for module in stack.stand_ins:
                 if isinstance(module, First):
                     module.kept.clear()
+                    module.input = None

@@ -23,7 +23,7 @@ from ...cuda import new_stream
 from ...device import Arena
 from ...steps import StepShape
 from .cache import cache_keyword
-from .fuse import Stack, stack_siblings, stacked
+from .fuse import Stack, shared_parameters, stack_siblings, stacked
 
 ATTENTION = "reread_step"
 HANDLE = "reread_layer"  # keyword that tells the attention op its layer, int64 []
@@ -132,7 +132,8 @@ class Weights:
 
     def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
         self.layers = layers
-        self.stacks: list[Stack] = [s for layer in layers for s in stack_siblings(layer)]
+        shared = shared_parameters(model)
+        self.stacks: list[Stack] = [s for layer in layers for s in stack_siblings(layer, shared)]
         self._model = model
         self._addresses = self._where()
 
@@ -142,7 +143,7 @@ class Weights:
     @property
     def moved(self) -> bool:
         """Whether a parameter was replaced since, so that captured steps read stale memory."""
-        return self._where() != self._addresses
+        return self._where() != self._addresses or not all(s.in_place for s in self.stacks)
 
     def close(self) -> None:
         """Separate parameters again."""
@@ -237,8 +238,7 @@ class StepGraphs:
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """One layer of the active step: q [B, H, D], k and v [B, Hkv, D] -> [B, H, D]."""
-        self.arena.append(layer, k, v)
-        return self.arena.attend(layer, q, _Active.shape, scale)
+        return self.arena.attend(layer, q, _Active.shape, scale, (k, v))
 
     @contextmanager
     def _swapped(self, shape: StepShape) -> Iterator[None]:

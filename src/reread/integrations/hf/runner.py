@@ -13,7 +13,7 @@ from ... import ops
 from ...attention import DeviceRow, Meter, StepPlan, choose, tail_mass
 from ...config import Config
 from ...cuda import check_memory
-from ...device import RING, Arena, refusal
+from ...device import HOLES, RING, Arena
 from ...errors import RereadError, UnsupportedError
 from ...steps import RowStep, StepShape
 from ...types import KVView, StepKind
@@ -59,7 +59,6 @@ class Runner:
         config: Config,
         layers: tuple[int, ...],
         *,
-        asynchronous: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         """`layers`: indices of those that are made sparse.
@@ -68,7 +67,7 @@ class Runner:
             UnsupportedError: a head dim or dtype that the kernels do not cover, or
                 runner="graph" where steps cannot be captured.
         """
-        self._model, self._config, self._asynchronous = model, config, asynchronous
+        self._model, self._config = model, config
         self._progress = progress
         text = model.config.get_text_config(decoder=True)
         self.heads = int(text.num_attention_heads)
@@ -83,10 +82,9 @@ class Runner:
         self.notes: list[str] = []
         self.uncaptured = ""
         self._forever = "runner='eager'" if config.runner == "eager" else ""
-        self.obstacle = self._forever or obstacle(model, layers)
+        self.obstacle = ""
         self.check(1, 1)
-        if config.runner == "graph" and self.obstacle:
-            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
+        self.recheck()
 
     def close(self) -> None:
         """Give back graphs, arenas and changed weights."""
@@ -107,34 +105,51 @@ class Runner:
         reason = ops.kernels_lack(
             rows, self.heads, self._kv_heads, self._dim, positions, self._model.dtype
         )
+        if self._model.device.type == "cpu" and self._model.dtype == torch.bfloat16:
+            reason = "bfloat16 where they are interpreted"
         if reason is not None:
-            raise UnsupportedError(refusal(reason))
+            raise UnsupportedError(ops.refusal(reason))
 
-    def prepare_prefill(self, conversation: Conversation, positions: int) -> None:
+    def prepare_prefill(self, conversation: Conversation, positions: int, holes: bool) -> None:
         """Before a prefill to `positions` columns in all: reuse an arena, or see that memory is
         there.
 
+        Args:
+            holes: whether a row has padding between its turns.
+
         Raises:
+            UnsupportedError: the kernels do not cover it.
             InputError: the caches would not fit; says what would.
         """
         rows = len(conversation.controller.rows)
         self.check(rows, positions)
-        self.obstacle = self._forever or obstacle(self._model, self._layers)
-        if self._weights is not None and self._weights.moved:
-            self.close()
-        for state in conversation.states.values():
-            state.kv.limit = ops.MAX_LENGTH
+        if holes:
+            raise UnsupportedError(ops.refusal(HOLES))
+        self.recheck()
         if conversation.length:
             return
         free = [arena for arena in self._arenas if arena.free]
         for arena in free:
-            if arena.rows == rows and arena.capacity >= positions:
+            if arena.rows == rows and arena.capacity >= positions and not arena.unfinished:
                 arena.own(conversation.states)
                 conversation.arena = arena
                 return
         for arena in free:
             self._drop(arena)
         check_memory(self._model.device, self._bytes(rows) * positions, rows, positions)
+
+    def recheck(self) -> None:
+        """Before decoding: the model may have changed since it was attached. Between two steps it
+        must not.
+
+        Raises:
+            UnsupportedError: runner="graph", and steps cannot be captured any more.
+        """
+        self.obstacle = self._forever or obstacle(self._model, self._layers)
+        if self.obstacle and self._config.runner == "graph":
+            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
+        if self._weights is not None and self._weights.moved:
+            self.close()
 
     def _drop(self, arena: Arena) -> None:
         self._arenas.remove(arena)
@@ -144,7 +159,7 @@ class Runner:
         """Of one position in all rows: keys and values, and the scratch of slow steps."""
         size = int(self._model.dtype.itemsize)
         keys = 2 * self._kv_heads * self._dim * size * len(self._layers)
-        scratch = 4 * (self.heads + 4 * self._kv_heads) * (RING if self._asynchronous else 1)
+        scratch = 4 * (self.heads + 4 * self._kv_heads) * RING
         return rows * (keys + scratch)
 
     # -- a decode step
@@ -155,16 +170,17 @@ class Runner:
         states, before = conversation.states, conversation.arena
         for state in states.values():
             state.kv.ensure_room()
-        if before is not None and before.holds(states):
+        whole = before is not None and not before.unfinished
+        if before is not None and whole and before.holds(states):
             return
-        arena = Arena(states, self.heads, self._config, asynchronous=self._asynchronous)
-        if before is not None and before.rows == arena.rows:
+        arena = Arena(states, self.heads, self._config)
+        if before is not None and whole and before.rows == arena.rows:
             arena.inherit(before)
         else:
             for state in states.values():
                 state.chosen = [None] * len(state.chosen)
-        if before is not None and before in self._arenas:
-            self._drop(before)
+        for old in [old for old in self._arenas if old.owned_by(states)]:
+            self._drop(old)
         self._arenas.append(arena)
         conversation.arena = arena
 

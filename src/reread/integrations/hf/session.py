@@ -22,7 +22,7 @@ from ...stats import Stats
 from . import guard, interface
 from .arguments import flat, put
 from .cache import sparse_layers
-from .conversation import Conversation, Conversations, queries_that_exist
+from .conversation import Conversation, Conversations, has_holes, queries_that_exist
 from .recorder import Observer, Recorder, end_tokens
 from .runner import DeviceStep, Runner
 
@@ -158,6 +158,8 @@ class Session:
         """
         self._recorder = Recorder(0, 0, frozenset())
         self._recorder.start_decoding()
+        if self._runner is not None:
+            self._runner.recheck()
         try:
             yield self
         finally:
@@ -206,7 +208,8 @@ class Session:
         columns = max(known, conversation.length + new)
         conversation.prepare_prefill(columns)
         if self._runner is not None:
-            self._runner.prepare_prefill(conversation, columns)
+            holes = has_holes(given.get("attention_mask"), rows, conversation.length + new)
+            self._runner.prepare_prefill(conversation, columns, holes)
         exist = queries_that_exist(given.get("attention_mask"), new)
         self._call = Call(conversation, None, exist=exist)
 

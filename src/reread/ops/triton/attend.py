@@ -174,22 +174,59 @@ def dense_kernel(
 
 
 @triton.jit
-def sparse_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
-    starts, lengths, active, window, chosen, counts, K, sink, scale2, splits,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+def sparse_finish(
+    on, tile, splits, out, parts, sums, arrivals,
+    G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sparse rows alone: `splits` programs for each row and KV head."""
+    """The last program of a tile to come here adds all partials into the output."""
+    if on:
+        # all threads' stores come before the one atomic that tells of them
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == splits - 1:
+            to = out + tile.to(tl.int64) * (G * D)
+            for g in tl.static_range(G):
+                combine_slots(
+                    tile * splits, splits, g, parts, sums, to + g * D, sums, G, D, CHUNK, False
+                )
+            tl.store(arrivals + tile, 0)
+
+
+@triton.jit
+def sparse_kernel(
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums, arrivals,
+    starts, lengths, active, window, chosen, counts, K, sink, scale2, splits,
+    k_new, v_new, k_new_row, k_new_head, v_new_row, v_new_head,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    DIRECT: tl.constexpr, CHUNK: tl.constexpr, NEW: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sparse rows alone: `splits` programs for each row and KV head; the last of them to arrive
+    adds their partials, in the order of the splits.
+
+    NEW: the newest position is not in the cache yet. Every program writes it (the same bytes), so
+    that whichever of them reads it has it.
+    """
     pid = tl.program_id(0)
     tile = pid // splits
-    on = tl.load(active + tile // HKV) != 0
+    b, h = (tile // HKV).to(tl.int64), (tile % HKV).to(tl.int64)
+    on = tl.load(active + b) != 0
+    if NEW:
+        d = tl.arange(0, D)
+        at = tl.load(lengths + b).to(tl.int64) - 1
+        kk = tl.load(k_new + b * k_new_row + h * k_new_head + d)
+        vv = tl.load(v_new + b * v_new_row + h * v_new_head + d)
+        tl.store(k + b * k_row + h * k_head + at * k_step + d, kk)
+        tl.store(v + b * v_row + h * v_head + at * v_step + d, vv)
+        tl.debug_barrier()
     sparse_piece(
         tile, pid % splits, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step,
         out, parts, sums,
         starts, lengths, window, chosen, counts, K, sink, scale2,
         HKV, G, D, BN, DIRECT, STAGES, PRECISION,
     )  # fmt: skip
+    if not DIRECT:
+        sparse_finish(on, tile, splits, out, parts, sums, arrivals, G, D, CHUNK)
 
 
 @triton.jit

@@ -128,11 +128,19 @@ def decode_sparse(
     scale: float,
     work: Workspace,
     active: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     tuning: Tuning = SPARSE,
 ) -> Tensor:
     """Attention of the active rows over sink + selected + recent, gathered from the full cache.
-    Returns [B, H, D]."""
+
+    Args:
+        new: the newest position's key and value, [B, Hkv, D] each, which are not in the cache yet:
+            written by the same launch, for every row. None: they are there.
+
+    Returns:
+        [B, H, D].
+    """
     check(q, kv.k)
     out = torch.empty_like(q) if out is None else out
     on = work.always[: q.shape[0]] if active is None else active
@@ -142,14 +150,17 @@ def decode_sparse(
     shape = _shape(q, kv)
     del shape["BPAD"]
     work.require(q, kv.k, 0, splits, evidence=False)
+    k_new, v_new = new or (kv.k[:, :, 0], kv.v[:, :, 0])
+    assert k_new.stride(2) == v_new.stride(2) == 1
     attend.sparse_kernel[(tiles * splits,)](
-        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
+        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, work.arrivals,
+        kv.starts, kv.lengths, on,
         chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
-        scale * LOG2_E, splits, **shape, BN=block, DIRECT=splits == 1, STAGES=tuning.stages,
+        scale * LOG2_E, splits, k_new, v_new, *k_new.stride()[:2], *v_new.stride()[:2],
+        **shape, BN=block, DIRECT=splits == 1, CHUNK=triton.next_power_of_2(max(2, splits)),
+        NEW=new is not None, STAGES=tuning.stages,
         PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
-    if splits > 1:
-        _combine(q, kv, out, work, on, 0, splits, block, False, dense=False, sparse=True)
     return out
 
 
