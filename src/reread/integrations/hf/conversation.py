@@ -136,4 +136,7 @@ def has_holes(mask: Any, rows: int, length: int) -> bool:
     """
     if not isinstance(mask, Tensor) or mask.shape != (rows, length):
         return False
-    return spans(mask, rows, length)[1] is not None
+    valid = mask != 0
+    # the first chunk of a short row may be padding alone
+    count, start = valid.sum(dim=1), valid.int().argmax(dim=1)
+    return bool(((count > 0) & (count != length - start)).any())

@@ -156,10 +156,10 @@ class Session:
         `with session.decoding(): model(token, past_key_values=cache)`. Afterwards `stats` describes
         the block.
         """
-        self._recorder = Recorder(0, 0, frozenset())
-        self._recorder.start_decoding()
         if self._runner is not None:
             self._runner.recheck()
+        self._recorder = Recorder(0, 0, frozenset())
+        self._recorder.start_decoding()
         try:
             yield self
         finally:

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import attend
+from . import attend, sparse
 from .workspace import Workspace, check
 
 LOG2_E = math.log2(math.e)
@@ -152,7 +152,7 @@ def decode_sparse(
     work.require(q, kv.k, 0, splits, evidence=False)
     k_new, v_new = new or (kv.k[:, :, 0], kv.v[:, :, 0])
     assert k_new.stride(2) == v_new.stride(2) == 1
-    attend.sparse_kernel[(tiles * splits,)](
+    sparse.sparse_kernel[(tiles * splits,)](
         q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, work.arrivals,
         kv.starts, kv.lengths, on,
         chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,

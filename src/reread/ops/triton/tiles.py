@@ -133,3 +133,39 @@ def row_blocks(starts, lengths, active, B, BPAD: tl.constexpr, BN: tl.constexpr)
     on = real & (tl.load(active + rows, mask=real, other=0) != 0)
     span = tl.load(lengths + rows, mask=on, other=0) - tl.load(starts + rows, mask=on, other=0)
     return (tl.maximum(span, 0) + BN - 1) // BN
+
+
+@triton.jit
+def combine_slots(
+    slot, count, g, parts, sums, to, lse,
+    G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
+):  # fmt: skip
+    """Sum `count` partials from `slot` on into one query head's output; EVIDENCE: also its log-sum
+    over J."""
+    lane, d = tl.arange(0, CHUNK), tl.arange(0, D)
+    m = tl.full([], FLOOR, tl.float32)
+    z = tl.full([], 0.0, tl.float32)
+    mj, lj = m, z
+    acc = tl.zeros([D], tl.float32)
+    for i in range(0, count, CHUNK):
+        real = i + lane < count
+        at = (slot + i + lane).to(tl.int64)
+        ms = tl.load(sums + at * (4 * ROWS) + g, mask=real, other=FLOOR)
+        ls = tl.load(sums + at * (4 * ROWS) + ROWS + g, mask=real, other=0.0)
+        os = tl.load(parts + (at[:, None] * G + g) * D + d[None, :], mask=real[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(ms, 0))
+        weight = tl.exp2(ms - m_new)
+        shrink = tl.exp2(m - m_new)
+        z = z * shrink + tl.sum(ls * weight, 0)
+        acc = acc * shrink + tl.sum(os * weight[:, None], 0)
+        m = m_new
+        if EVIDENCE:
+            mjs = tl.load(sums + at * (4 * ROWS) + 2 * ROWS + g, mask=real, other=FLOOR)
+            ljs = tl.load(sums + at * (4 * ROWS) + 3 * ROWS + g, mask=real, other=0.0)
+            mj_new = tl.maximum(mj, tl.max(mjs, 0))
+            lj = lj * tl.exp2(mj - mj_new) + tl.sum(ljs * tl.exp2(mjs - mj_new), 0)
+            mj = mj_new
+    tl.store(to + d, (acc / z).to(to.dtype.element_ty))
+    if EVIDENCE:
+        # an empty J leaves the floor, and nothing reads it
+        tl.store(lse, mj + tl.log2(tl.maximum(lj, 1.0e-30)))
