@@ -13,7 +13,7 @@ from typing import Any
 from reread.bench.caches import KernelShape
 from reread.bench.kernel import SHARES, measure
 
-BATCHES = [KernelShape(*s) for s in ((32, 16384), (16, 16384), (16, 32768), (8, 16384))]
+BATCHES = [KernelShape(*s) for s in ((32, 16384), (16, 32768))]
 LONG = [KernelShape(1, 131072), KernelShape(4, 131072)]
 LONG_SHARES = (0.006, *SHARES)
 HIDDEN = ("p20", "p80", "heads", "kv_heads", "dim")

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Config, tuple[int, ...]]] = {
     "below the budget": (sparse(k=16), (9, 15)),
     "full beside fast": (sparse(k=16, t_max=5), (12, 50)),
     "full beside fast from the prefill": (sparse(k=16, t_max=None, first_step=False), (12, 50)),
-    "grows out of the budget": (sparse(k=16), (22, 17)),
+    "grows out of the budget": (sparse(k=16), (24, 17)),
     "shorter than the sink": (
         sparse(k=16, sink=4, recent=4, dense_below_budget=False, first_step=False, t_max=4),
         (2, 40),
@@ -167,12 +167,13 @@ def test_steps_after_a_rows_end_are_not_counted() -> None:
     assert sum(results[1][1].fast_steps) < 2 * 5 - 2
 
 
-@pytest.mark.parametrize("chunk", [16, 39])
-def test_a_chunked_prefill_gives_the_same_evidence(chunk: int) -> None:
-    net, ids = device.model("qwen3"), prompt(40)
+@pytest.mark.parametrize(("chunk", "lengths"), [(39, (40,)), (16, (20, 45))])
+def test_a_chunked_prefill_gives_the_same_evidence(chunk: int, lengths: tuple[int, ...]) -> None:
+    """The last case begins with a chunk that is padding alone in one row."""
+    net, (ids, mask) = device.model("qwen3"), batch(lengths)
     config = triton(t_max=None, first_step=False)
-    want, _ = run(net, ids, device.reference(config), 4)
-    got, _ = run(net, ids, config, 4, prefill_chunk_size=chunk)
+    want, _ = run(net, ids, device.reference(config), 4, attention_mask=mask)
+    got, _ = run(net, ids, config, 4, attention_mask=mask, prefill_chunk_size=chunk)
     same(got, want)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reread
-from reread import InputError, UnsupportedError, ops
+from reread import InputError, NumericalError, UnsupportedError, ops
 from reread.cuda import check_memory
 from reread.ops.triton import workspace
 
@@ -71,7 +71,7 @@ def test_room_for_growth_never_makes_a_cache_too_large(
 ) -> None:
     """70 positions are asked for, and fit; 64 further ones to spare would not."""
     monkeypatch.setattr(workspace, "MAX_LENGTH", 90)
-    monkeypatch.setattr(ops, "MAX_LENGTH", 90, raising=False)
+    monkeypatch.setattr("reread.kv.MAX_LENGTH", 90)
     net, ids = small(), prompt(60)
     cache = tiny.prefilled(net, ids[:, :50]) if outside else None
     more = {CACHE: cache} if outside else {}
@@ -210,6 +210,31 @@ def test_a_forward_of_its_own_is_called_and_kept() -> None:
         assert len(calls) == 3
         calls.clear()
         del module.forward
+
+
+def test_a_loop_that_is_refused_does_not_begin() -> None:
+    """Forwards after it are no decode steps."""
+    net = small()
+    with reread.attach(net, dense("graph")) as session:
+        cache = tiny.prefilled(net, prompt(40))
+        hook(net)
+        with pytest.raises(UnsupportedError), session.decoding():
+            pass
+        assert not session._recorder.decoding
+
+
+@pytest.mark.parametrize("runner", ["eager", "graph"])
+def test_nan_in_a_decode_step_is_an_error_and_the_session_goes_on(runner: str) -> None:
+    net = small(tie_word_embeddings=False)
+    with reread.attach(net, dense(runner)):
+        want = tokens(net, prompt(40))
+        row = net.get_input_embeddings().weight.data[want[0][0]]
+        kept = row.clone()
+        row.fill_(float("nan"))
+        with pytest.raises(NumericalError, match="row 0"):
+            generate(net, prompt(40)[prompt(40) != want[0][0]][None])
+        row.copy_(kept)
+        assert tokens(net, prompt(40)) == want
 
 
 # -- what the machine must have

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reread.integrations.hf.fuse import First, Stack, stack_siblings, stacked
+from reread.integrations.hf.fuse import First, Stack, shared_parameters, stack_siblings, stacked
 
 
 class Attention(nn.Module):
@@ -254,7 +254,7 @@ def test_layers_that_share_a_weight_stay_tied() -> None:
     block = nn.ModuleList([Attention(), Attention()])
     block[1].k_proj.weight = block[0].k_proj.weight
     x = torch.randn(2, 12)
-    stacks = stack_siblings(block)
+    stacks = stack_siblings(block, shared_parameters(block))
     with torch.no_grad():
         block[0].k_proj.weight.add_(1.0)
         for module in block:

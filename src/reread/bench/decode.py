@@ -29,7 +29,7 @@ from .model import random_caches, random_model
 from .timing import Record, milliseconds, require_cuda
 
 Progress = Callable[[str], None]
-OVERLAPS: tuple[Overlap, ...] = ("rows", "refresh", "none")
+OVERLAPS: tuple[Overlap, ...] = ("rows", "none")
 SEQUENCE = 160  # steps of a simulated text
 
 

@@ -3,6 +3,7 @@ and where a result comes from."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from importlib import metadata
@@ -63,8 +64,10 @@ def milliseconds(work: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
+@functools.cache
 def copy_bandwidth() -> float:
-    """Bytes a second of a large device copy, read and write counted; the best of fifteen.
+    """Bytes a second of a large device copy, read and write counted; the best of fifteen, once a
+    process: one ceiling for all that it measures.
 
     Raises:
         UnsupportedError: no GPU.
