@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +32,44 @@ CELLS: dict[str, list[tuple[int, int]]] = {
     "qwen3-4b": [(16, 8192), (16, 32768), (4, 131072), (1, 131072), (4, 2048), (4, 8192),
                  (4, 32768)],
 }  # fmt: skip
+Keep = Callable[[dict[str, Any]], None]
 TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
 
 
-def run_tests() -> dict[str, Any]:
+def run_tests(commit: str, keep: Keep) -> None:
     """The tests marked gpu, in a process of their own."""
     done = subprocess.run(
         [sys.executable, *TESTS], capture_output=True, text=True, timeout=420, check=False
     )
     lines = done.stdout.strip().splitlines()
-    return {"passed": done.returncode == 0, "summary": lines[-1] if lines else done.stderr[-500:]}
+    keep({"passed": done.returncode == 0, "summary": lines[-1] if lines else done.stderr[-500:]})
 
 
-def kernels(commit: str) -> dict[str, Any]:
+def kernels(commit: str, keep: Keep) -> None:
     """`reread bench kernel` on the documentation's shapes."""
-    result = kernel.measure(BATCHES[:1], progress=say, commit=commit)
-    for shape in (*BATCHES[1:], *LONG):
+    result: dict[str, Any] = {"records": []}
+    for shape in (*BATCHES, *LONG):
         shares = LONG_SHARES if shape in LONG else SHARES
         more = kernel.measure([shape], shares, progress=say, commit=commit)
-        result["records"] += more["records"]
-    return result
+        result = {**more, "records": result["records"] + more["records"]}
+        keep(result)
 
 
-def decode(commit: str, shapes: Sequence[str]) -> dict[str, Any]:
-    """`reread bench decode` on them."""
+def decode(commit: str, keep: Keep) -> None:
+    """`reread bench decode` on the documentation's cells."""
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
-    for name in shapes:
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        keep({"rows": rows})
+
+    for name, cells in CELLS.items():
         result = table.measure(
-            Shape.named(name), CELLS[name], Config(),
-            slow_every=GAPS, arms=dense_arms(), commit=commit, progress=say,
+            Shape.named(name), cells, Config(),
+            slow_every=GAPS, arms=dense_arms(), commit=commit, progress=say, on_row=note,
         )  # fmt: skip
-        rows += result["rows"]
-    result["config"].pop("shape")
-    return {**result, "rows": rows}
+        result["config"].pop("shape")
+        keep({**result, "rows": rows})
 
 
 def say(what: str) -> None:
@@ -82,20 +86,25 @@ def main() -> None:
     parser.add_argument("--parts", default="decode,kernels,tests", help="between commas")
     parser.add_argument("--commit", default="", help="for a copy of the tree without its history")
     args = parser.parse_args()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "decode": lambda: decode(args.commit, list(CELLS)),
-        "kernels": lambda: kernels(args.commit),
-        "tests": run_tests,
-    }
     known = provenance("cuda")
     result: dict[str, Any] = {**known, "commit": args.commit or known["commit"]}
     result["config"] = Config().to_dict()
     for name in args.parts.split(","):
         begun = time.monotonic()
-        result[name] = {**parts[name](), "seconds": round(time.monotonic() - begun, 1)}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+        def keep(found: dict[str, Any], name: str = name, begun: float = begun) -> None:
+            result[name] = {**found, "seconds": round(time.monotonic() - begun, 1)}
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+        PARTS[name](args.commit, keep)
         say(f"{name}: {result[name]['seconds']} s")
 
+
+PARTS: dict[str, Callable[[str, Keep], None]] = {
+    "decode": decode,
+    "kernels": kernels,
+    "tests": run_tests,
+}
 
 if __name__ == "__main__":
     main()

@@ -216,7 +216,6 @@ def test_a_loop_that_is_refused_does_not_begin() -> None:
     """Forwards after it are no decode steps."""
     net = small()
     with reread.attach(net, dense("graph")) as session:
-        cache = tiny.prefilled(net, prompt(40))
         hook(net)
         with pytest.raises(UnsupportedError), session.decoding():
             pass

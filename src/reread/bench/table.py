@@ -38,12 +38,14 @@ def measure(
     arms: Sequence[DenseArm],
     commit: str = "",
     progress: Callable[[str], None] = lambda _: None,
+    on_row: Callable[[Record], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Time every cell; one that does not fit says so and the others go on.
 
     Args:
         cells: rows and context of each. slow_every: mean steps between slow ones of a row.
         arms: of dense attention; at least one has to run.
+        on_row: told each cell's row as it is done.
 
     Returns:
         plain values for JSON: what is compared, versions, device, commit, config, a row per cell.
@@ -80,6 +82,7 @@ def measure(
             found.append(
                 {"shape": shape.name, "rows": rows, "context": context, "failed": str(error)}
             )
+        on_row(found[-1])
     described = {key: value for key, value in dataclasses.asdict(shape).items() if key != "source"}
     return {
         "compared": COMPARED, **origin(bandwidth, commit),
