@@ -82,7 +82,111 @@ def needle() -> str:
     return table(head, rows)
 
 
+def gpu_rows() -> list[dict[str, Any]]:
+    """Every cell's newest measurement of whole decode steps, with the overlap that users get."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for name in ("gpu_decode", "gpu_decode_apart"):
+        result = load(name)
+        for row in result["decode"]["rows"]:
+            overlap = next(o for o in ("rows", "refresh") if o in row["slow_fast"])
+            key = row["shape"], row["rows"], row["context"]
+            found[key] = {**row, "ours": row["slow_fast"][overlap], "commit": result["commit"][:7]}
+    return list(found.values())
+
+
+def size(positions: int) -> str:
+    """131072 as 128K."""
+    return f"{positions // 1024}K"
+
+
+def gpu_decode() -> str:
+    """Whole decode steps by cell, at four rates of slow steps."""
+    gaps = {"20": "1 in 20", "9": "1 in 9", "6.8": "1 in 6.8", "6": "1 in 6"}
+    head = (
+        "model, batch × context", "fastest dense, ms", "fast step, ms", "not attention, ms",
+        *(f"× at {words}" for words in gaps.values()), "roofline, dense / 1 in 20", "commit",
+    )  # fmt: skip
+    rows = []
+    for row in gpu_rows():
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        bare = next(arm["bare_ms"] for arm in row["dense"] if "bare_ms" in arm)
+        ours = row["ours"]
+        rows.append(
+            (
+                f"{row['shape']}, {row['rows']} × {size(row['context'])}",
+                f"{dense['ms']:.2f} ({dense['arm']})",
+                f"{ours['fast']['ms']:.2f}",
+                f"{bare:.2f}",
+                *(f"{ours[f'1/{gap}']['speedup']:.2f}" for gap in gaps),
+                f"{dense['roofline']:.2f} / {ours['1/20']['roofline']:.2f}",
+                row["commit"],
+            )
+        )
+    return table(head, rows)
+
+
+def gpu_kernels() -> str:
+    """Sparse attention over the fastest dense attention, by share of keys; and the refresh."""
+    records = load("gpu_kernels")["records"]
+    head = ("rows × keys", "fastest dense, µs", "share of keys", "sparse, µs", "×", "roofline")
+    rows = []
+    shapes = sorted({(r["rows"], r["length"]) for r in records}, reverse=True)
+    for batch, length in shapes:
+        here = [r for r in records if (r["rows"], r["length"]) == (batch, length)]
+        dense = min(r["us"] for r in here if r["kernel"] == "dense")
+        for r in here:
+            if r["kernel"] == "sparse" and r["run"] == 32:
+                rows.append(
+                    (
+                        f"{batch} × {size(length)}",
+                        f"{dense:.0f}",
+                        f"{r['keys'] / length:.1%}",
+                        f"{r['us']:.1f}",
+                        f"{r['speedup']:.1f}",
+                        f"{r['roofline']:.2f}",
+                    )
+                )
+    return table(head, rows)
+
+
+def gpu_refresh() -> str:
+    """What choosing again costs beside dense attention."""
+    head = ("rows × keys", "K", "evidence and Selector, µs", "share of the dense attention")
+    rows = [
+        (
+            f"{r['rows']} × {size(r['length'])}",
+            str(r["k"]),
+            f"{r['refresh_us']:.0f}",
+            f"{r['share_of_dense']:.2f}",
+        )
+        for r in load("gpu_kernels")["records"]
+        if r["kernel"] == "refresh"
+    ]
+    return table(head, rows)
+
+
+def needle_gpu() -> str:
+    """Share of answer words right by length and kind of question, bfloat16 on a GPU."""
+    kinds = ("code", "note", "chain")
+    head = ("variant, tokens", *kinds, "keys of a fast step", "slow steps", "keys read in all")
+    rows = [
+        (
+            f"{row['variant']}, {round(row['tokens'] / 1024)}K",
+            *(f"{row[kind]:.2f}" for kind in kinds),
+            f"{row['fast_keys_share']:.1%}" if row["slow_rate"] else "100%",
+            f"{row['slow_rate']:.2f}",
+            f"{row['keys_read_share']:.2f}",
+        )
+        for row in load("needle_gpu")["rows"]
+    ]
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "gpu_decode": gpu_decode,
+    "gpu_kernels": gpu_kernels,
+    "gpu_refresh": gpu_refresh,
+    "needle_gpu": needle_gpu,
     "decode_cpu": decode_cpu,
     "fidelity": fidelity,
     "needle": needle,

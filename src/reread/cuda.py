@@ -48,24 +48,32 @@ class Staging:
             copied.record()
 
 
-def check_memory(device: torch.device, wanted: int, rows: int, positions: int) -> None:
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated, PyTorch's own reserve included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_memory(
+    device: torch.device, per_position: int, rows: int, positions: int, held: int = 0
+) -> None:
     """Refuse, before anything is lost, a conversation whose keys and values do not fit.
 
     Args:
-        wanted: bytes of keys, values and scratch for `rows` rows of `positions` positions.
+        per_position: bytes of one position in all rows, scratch included.
+        held: positions that there is memory for already.
 
     Raises:
         InputError: says what would fit.
     """
-    if device.type != "cuda" or not wanted:
+    if device.type != "cuda" or positions <= held:
         return
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, wanted = free_memory(device), per_position * (positions - held)
     if wanted <= free:
         return
-    fits = positions * free // wanted
+    fits = held + free // per_position
     raise InputError(
         f"{rows} rows of {positions} positions need {wanted / 2**30:.1f} GiB for keys and values, "
         f"{free / 2**30:.1f} GiB are free: about {fits} positions would fit with {rows} rows, or "
-        f"{rows * free // wanted} rows with {positions} positions"
+        f"{rows * fits // positions} rows with {positions} positions"
     )

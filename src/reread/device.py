@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Overlap = Literal["none", "refresh", "rows"]
 DEFAULT_OVERLAP: Overlap = "rows"
-HOLES = "an attention_mask with padding between two turns of a row"
+HOLES = "an attention_mask with padding behind or between the tokens of a row"
 RING = 4  # workspaces that asynchronous refreshes take turns in (SFI, section 4)
 
 

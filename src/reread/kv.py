@@ -137,6 +137,11 @@ class GrowingKV:
         return None if self._norms is None else self._norms[:, :, : self.length]
 
     @property
+    def capacity(self) -> int:
+        """Positions that fit without growing."""
+        return 0 if self._k is None else int(self._k.shape[2])
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated for keys, values and norms, room for growth included."""
         return sum(t.nbytes for t in (self._k, self._v, self._norms) if t is not None)

@@ -275,12 +275,13 @@ def test_memory_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: (5 + reserved) * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 5 * gib)
-    check_memory(torch.device("cpu"), 10**15, 8, 4000)
+    check_memory(torch.device("cpu"), 10**15, 8, 4096)
+    check_memory(CUDA, 2**19, 8, 4096, held=4096)
     if fits:
-        check_memory(CUDA, 2 * gib, 8, 4000)
+        check_memory(CUDA, 2**19, 8, 4096)
         return
     with pytest.raises(InputError) as error:
-        check_memory(CUDA, 2 * gib, 8, 4000)
-    for said in ("8 rows of 4000 positions", "2.0 GiB", "1.0 GiB are free", "2000 positions",
-                 "4 rows with 4000 positions"):  # fmt: skip
+        check_memory(CUDA, 2**19, 8, 4096)
+    for said in ("8 rows of 4096 positions", "2.0 GiB", "1.0 GiB are free", "2048 positions",
+                 "4 rows with 4096 positions"):  # fmt: skip
         assert said in str(error.value)

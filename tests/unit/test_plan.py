@@ -32,10 +32,8 @@ ROUND = Calibration(
     attention_efficiency=1.0,
     gather_efficiency=0.5,
     layer_us=20,
-    sparse_layer_us=5,
     refresh_layer_us=25,
     refresh_share=0.5,
-    step_us=60,
     prefill_efficiency=0.5,
     prefill_attention_efficiency=0.25,
     memory_share=0.5,
@@ -57,14 +55,13 @@ def test_a_case_by_hand() -> None:
     assert dense.weights_ms == preset.weights_ms == pytest.approx(weights)
     assert dense.keys_ms == pytest.approx(keys)
     assert dense.refresh_ms == 0
-    assert dense.fixed_ms == pytest.approx(0.06 + 36 * 0.02)
+    assert dense.fixed_ms == preset.fixed_ms == pytest.approx(36 * 0.02)
     fast = 2 * 772 * 147_456 / 0.5e12 * 1e3
     assert preset.keys_ms == pytest.approx(0.8 * fast + 0.2 * keys)
     assert found.mixed_share == pytest.approx(1 - 0.8**2)
     assert preset.refresh_ms == pytest.approx(0.5 * 0.2 * keys + 0.36 * 36 * 0.025)
-    assert preset.fixed_ms == pytest.approx(0.06 + 36 * 0.025)
     assert found.speedup == dense.step_ms / preset.step_ms
-    assert dense.step_ms == pytest.approx(weights + keys + 0.78)
+    assert dense.step_ms == pytest.approx(weights + keys + 0.72)
     assert preset.tokens_per_s == pytest.approx(2e3 / preset.step_ms)
     assert (dense.limit, found.slow_every, found.shape, found.gpu) == (
         "weights",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from reread import Config
 from reread.cli import app
+from reread.cli.plan import NOT_MEASURED
 from reread.hardware import CALIBRATION
 from reread.planner import Plan, plan
 from reread.shapes import Shape
@@ -43,10 +44,8 @@ def test_json_holds_one_plan_for_each_context_and_batch() -> None:
     assert value["config"] == config.to_dict()
     assert value["gpu"]["name"] == "a100"
     assert value["calibration"] == dataclasses.asdict(CALIBRATION)
-    assert (
-        value["note"]
-        == f"a roofline model, not a measurement; calibrated with {CALIBRATION.source}"
-    )
+    calibrated = f"a roofline model, not a measurement; calibrated with {CALIBRATION.source}; "
+    assert value["note"] == calibrated + f"never measured: {NOT_MEASURED}"
     assert {"versions", "commit"} <= value.keys()
 
 
@@ -55,6 +54,7 @@ def test_the_table_says_that_it_is_a_model_and_what_fits() -> None:
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert f"a roofline model, not a measurement. Calibrated with: {CALIBRATION.source}." in text
+    assert "Never measured: TTFT, GPUs other than the H200, " in text
     short, long = planned(8192), planned(131_072)
     assert f"8192 dense {short.dense.step_ms:.1f} {short.dense.tokens_per_s:.0f} 1.00x" in text
     assert f"x 16 default {long.preset.step_ms:.1f} {long.preset.tokens_per_s:.0f}" in text

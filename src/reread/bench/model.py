@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..attention import LayerState
-from ..cuda import check_memory
+from ..cuda import check_memory, free_memory
+from ..errors import InputError
 from ..kv import Buffers
 from ..shapes import Shape, hf_config
 
@@ -25,7 +26,11 @@ def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
 
     settings = dict(hf_config(shape))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    check_memory(device, shape.weight_bytes * dtype.itemsize // 2, 1, 1)
+    if device.type == "cuda" and shape.weight_bytes > (free := free_memory(device)):
+        raise InputError(
+            f"the weights of {shape.name} take {shape.weight_bytes / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB are free: a smaller shape would fit"
+        )
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -43,8 +48,8 @@ def random_caches(
     Raises:
         InputError: they would not fit; says what would.
     """
-    wanted = rows * positions * shape.kv_bytes_per_token(dtype.itemsize)
-    check_memory(device, wanted, rows, positions)
+    per_position = rows * shape.kv_bytes_per_token(dtype.itemsize)
+    check_memory(device, per_position, rows, positions)
     states = {}
     for layer in range(shape.layers):
         size = (rows, shape.kv_heads, positions, shape.head_dim)

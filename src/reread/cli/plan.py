@@ -21,6 +21,7 @@ from .report import print_json
 
 GIB = 2**30
 MODEL_NOTE = "a roofline model, not a measurement"
+NOT_MEASURED = "TTFT, GPUs other than the H200, mixtures of experts and more than 16 rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,9 @@ class PlanOptions:
     batch: Annotated[
         str, typer.Option(metavar="ROWS", help="Rows decoded together; several between commas.")
     ] = "16"
-    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h200"
+    gpu: Annotated[
+        str, typer.Option(help=f"{', '.join(GPUS)}. Only the H200's steps are measured.")
+    ] = "h200"
     preset: Annotated[str, typer.Option(help="default, paper or dense.")] = "default"
     settings: Annotated[
         list[str] | None,
@@ -100,7 +103,8 @@ def _as_json(options: PlanOptions, plans: list[Plan]) -> dict[str, Any]:
     from ..evaluation.provenance import commit, versions
 
     return {
-        "note": f"{MODEL_NOTE}; calibrated with {CALIBRATION.source}",
+        "note": f"{MODEL_NOTE}; calibrated with {CALIBRATION.source}; never measured:"
+        f" {NOT_MEASURED}",
         "plans": [found.to_dict() for found in plans],
         "preset": options.preset,
         "config": options.config().to_dict(),
@@ -143,7 +147,8 @@ def _notes(plans: list[Plan]) -> list[str]:
         "no step is slow" if every is None else f"a row is slow every {every:.2f} tokens on average"
     )
     lines = [
-        f"This is {MODEL_NOTE}. Calibrated with: {CALIBRATION.source}.",
+        f"This is {MODEL_NOTE}. Calibrated with: {CALIBRATION.source}."
+        f" Never measured: {NOT_MEASURED}.",
         f"Weights {plans[0].weight_bytes / GIB:.1f} GiB, the preset's workspace at most"
         f" {workspace / GIB:.2f} GiB; {rate}. 1.0x at, 1.1x at: the contexts from which the preset"
         " is as fast as dense and 1.1 times as fast. fit: requests that fit in the memory.",

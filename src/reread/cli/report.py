@@ -131,8 +131,9 @@ def summary(stats: Stats, tokens: int) -> str:
     """One line about one answer."""
     kinds = {"slow": stats.slow_steps, "fast": stats.fast_steps, "dense": stats.full_steps}
     steps = ", ".join(f"{sum(counts)} {kind}" for kind, counts in kinds.items() if sum(counts))
+    ran = "" if stats.backend == "reference" else f" on {stats.backend} ({stats.runner})"
     return (
-        f"{tokens} tokens at {stats.tokens_per_s:.1f} tokens/s ({steps or 'no'} steps),"
+        f"{tokens} tokens at {stats.tokens_per_s:.1f} tokens/s ({steps or 'no'} steps){ran},"
         f" {stats.keys_read_share:.0%} of the keys read, prefill {stats.prefill_s:.1f} s"
     )
 

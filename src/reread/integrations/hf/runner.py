@@ -82,6 +82,8 @@ class Runner:
         self.notes: list[str] = []
         self.uncaptured = ""
         self._forever = "runner='eager'" if config.runner == "eager" else ""
+        if "forward" in vars(model):
+            self._forever = "the model has a forward of its own, which would be passed over"
         self.obstacle = ""
         self.check(1, 1)
         self.recheck()
@@ -127,6 +129,8 @@ class Runner:
             raise UnsupportedError(ops.refusal(HOLES))
         self.recheck()
         if conversation.length:
+            held = next(iter(conversation.states.values())).kv.capacity
+            check_memory(self._model.device, self._bytes(rows), rows, positions, held)
             return
         free = [arena for arena in self._arenas if arena.free]
         for arena in free:
@@ -136,7 +140,7 @@ class Runner:
                 return
         for arena in free:
             self._drop(arena)
-        check_memory(self._model.device, self._bytes(rows) * positions, rows, positions)
+        check_memory(self._model.device, self._bytes(rows), rows, positions)
 
     def recheck(self) -> None:
         """Before decoding: the model may have changed since it was attached. Between two steps it

@@ -153,14 +153,14 @@ def decode_sparse(
     k_new, v_new = new or (kv.k[:, :, 0], kv.v[:, :, 0])
     assert k_new.stride(2) == v_new.stride(2) == 1
     sparse.sparse_kernel[(tiles * splits,)](
-        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, work.arrivals,
-        kv.starts, kv.lengths, on,
+        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
         chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
         scale * LOG2_E, splits, k_new, v_new, *k_new.stride()[:2], *v_new.stride()[:2],
-        **shape, BN=block, DIRECT=splits == 1, CHUNK=triton.next_power_of_2(max(2, splits)),
-        NEW=new is not None, STAGES=tuning.stages,
+        **shape, BN=block, DIRECT=splits == 1, NEW=new is not None, STAGES=tuning.stages,
         PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
+    if splits > 1:
+        _combine(q, kv, out, work, on, 0, splits, block, False, dense=False, sparse=True)
     return out
 
 

@@ -10,7 +10,6 @@ from .tiles import (
     FLOOR,
     ROWS,
     absorb,
-    combine_slots,
     load_queries,
     logits_of,
     save_partial,
@@ -69,35 +68,14 @@ def sparse_piece(
 
 
 @triton.jit
-def sparse_finish(
-    on, tile, splits, out, parts, sums, arrivals,
-    G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The last program of a tile to come here adds all partials into the output."""
-    if on:
-        # all threads' stores come before the one atomic that tells of them
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == splits - 1:
-            to = out + tile.to(tl.int64) * (G * D)
-            for g in tl.static_range(G):
-                combine_slots(
-                    tile * splits, splits, g, parts, sums, to + g * D, sums, G, D, CHUNK, False
-                )
-            tl.store(arrivals + tile, 0)
-
-
-@triton.jit
 def sparse_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums, arrivals,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
     starts, lengths, active, window, chosen, counts, K, sink, scale2, splits,
     k_new, v_new, k_new_row, k_new_head, v_new_row, v_new_head,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, CHUNK: tl.constexpr, NEW: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, NEW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sparse rows alone: `splits` programs for each row and KV head; the last of them to arrive
-    adds their partials, in the order of the splits.
+    """Sparse rows alone: `splits` programs for each row and KV head.
 
     NEW: the newest position is not in the cache yet. Split 0 writes it there, and attends to it
     from where it is: no program of this launch reads it from the cache.
@@ -120,5 +98,3 @@ def sparse_kernel(
         at = tl.load(lengths + b).to(tl.int64) - 1
         tl.store(k + b * k_row + h * k_head + at * k_step + d, tl.load(k_new + d), mask=first)
         tl.store(v + b * v_row + h * v_head + at * v_step + d, tl.load(v_new + d), mask=first)
-    if not DIRECT:
-        sparse_finish(on, tile, splits, out, parts, sums, arrivals, G, D, CHUNK)

@@ -68,8 +68,7 @@ class Workspace:
         rows, heads, kv_heads, dim, capacity: the largest B, H, Hkv, D and L.
         programs: what dense work is cut into; 0: one program an SM.
         evidence: whether slow steps feed a Selector; without, its share is not allocated.
-        parts, sums: unfinished softmax results of the attention kernels; arrivals: how many of a
-            sparse tile's programs have left theirs.
+        parts, sums: unfinished softmax results of the attention kernels.
         lse, logits, mass: evidence. scores, members, hists, cursors, cuts, tallies, prior_sums: the
             Selector.
     """
@@ -94,7 +93,6 @@ class Workspace:
     cuts: Tensor = field(init=False)
     tallies: Tensor = field(init=False)
     prior_sums: Tensor = field(init=False)
-    arrivals: Tensor = field(init=False)
     always: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,8 +102,6 @@ class Workspace:
         slots = 2 * self.programs + tiles + tiles * self.max_splits
         self.parts = self._fp32(slots, group, self.dim)
         self.sums = self._fp32(slots, 4, 16)
-        # the kernels leave them at zero for the next call
-        self.arrivals = torch.zeros(tiles, dtype=torch.int32, device=self.device)
         self.always = torch.ones(self.rows, dtype=torch.int32, device=self.device)
         width = self.capacity if self.evidence else 0
         heads = tiles if self.evidence else 0
