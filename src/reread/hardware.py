@@ -105,7 +105,7 @@ class Calibration:
     )
     weight_efficiency: float = 0.85
     attention_efficiency: float = 1.08
-gather_efficiency: float = 0.2
+    gather_efficiency: float = 0.7
     layer_us: float = 33.0
     refresh_layer_us: float = 8.0
     refresh_share: float = 0.35
