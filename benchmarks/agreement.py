@@ -108,11 +108,12 @@ def main() -> None:
         }
         rows.append(row)
         console.log(row)
-    known = provenance("cuda")
-    config = {"model": "needle-27m", **Config().to_dict(), **vars(args)}
-    config.pop("model_path", None)
-    result = {"rows": rows, "config": {**config, "model": "needle-27m"}, **known}
-    save(args.name, {**result, "commit": args.commit or known["commit"]})
+        known = provenance("cuda")
+        config = {**Config().to_dict(), "model": "needle-27m"}
+        config |= {name: getattr(args, name) for name in ("tokens", "steps", "rows")}
+        result = {"rows": rows, "config": config, **known}
+        # anew after each dtype, so that an interrupted run keeps what it has
+        save(args.name, {**result, "commit": args.commit or known["commit"]})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from .ops.reference import attend
 from .policy.selector import select
 from .types import KVView, StepKind
 
+HOST = "reference"  # row by row is the reference's way, on any device; the kernels' is `device`
 DEFAULT_ROOM = 64  # steps that a compact copy has room for where no interval bounds them
 
 
@@ -147,7 +148,7 @@ def decode_step(
         if kind is StepKind.FAST:
             out[b], read = _fast(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
-            out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale))
+            out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale, backend=HOST))
             state.chosen[b] = None
         else:
             out[b] = _slow(state, b, q[b : b + 1], row, config, scale)
@@ -177,7 +178,7 @@ def _slow(
     state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
 ) -> Tensor:
     allowed = allowed_span(row, config)
-    out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed]))
+    out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed], backend=HOST))
     assert mass is not None
     state.chosen[b] = _refresh(state, b, row, mass, allowed, config)
     return out

@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .attention import DeviceRow, LayerState, Meter, StepPlan
 from .config import Config
-from .cuda import Staging, new_event, new_stream
+from .cuda import Staging
 from .errors import UnsupportedError
+from .kv import Buffers
+from .lanes import DEFAULT_OVERLAP, Lanes, Overlap
 from .ops import refusal
 from .steps import FIELDS, RowStep, StepShape
 from .types import StepKind
@@ -26,10 +28,7 @@ from .types import StepKind
 if TYPE_CHECKING:
     from .ops.triton import Cache, Chosen, Workspace
 
-Overlap = Literal["none", "refresh", "rows"]
-DEFAULT_OVERLAP: Overlap = "rows"
 HOLES = "an attention_mask with padding behind or between the tokens of a row"
-RING = 4  # workspaces that asynchronous refreshes take turns in (SFI, section 4)
 
 
 class Arena:
@@ -41,8 +40,7 @@ class Arena:
         indices, counts: per layer what fast steps read, int32 [B, Hkv, K] and [B, Hkv].
         step: int32 [len(FIELDS), B].
         unfinished: a step was begun and not finished, so scratch and selections may be half done.
-        overlap: "refresh": the Selector of a layer runs under the next layers' attention; "rows":
-            so do, besides, the slow and the fast rows of one layer; "none": one after the other.
+        lanes: scratch, and what runs beside what.
     """
 
     def __init__(
@@ -62,52 +60,41 @@ class Arena:
         Raises:
             UnsupportedError: a shape that the kernels do not cover.
         """
-        from .ops.triton import Workspace, unsupported
-
         self.config = config
         self.layers = tuple(states)
         self._owners = [weakref.ref(state) for state in states.values()]
         self.buffers = {i: state.kv.buffers() for i, state in states.items()}
-        k = next(iter(self.buffers.values())).k
+        _check(self.buffers, heads)
+        k = self.buffers[self.layers[0]].k
         self.rows, self.kv_heads, self.capacity, dim = map(int, k.shape)
         self.device = k.device
-        for i, buffer in self.buffers.items():
-            reason = unsupported(k.new_empty(self.rows, heads, dim), buffer.k)
-            if buffer.k.shape != buffer.v.shape:
-                reason = f"layer {i}'s values of another shape than its keys"
-            if reason is not None:
-                raise UnsupportedError(refusal(reason))
-        k_max = min(config.k, self.capacity)
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
+        k_max = min(config.k, self.capacity)
         self.indices = {i: zeros(self.rows, self.kv_heads, k_max) for i in states}
         self.counts = {i: zeros(self.rows, self.kv_heads) for i in states}
         self.step = zeros(len(FIELDS), self.rows)
-        sparse = config.mode == "slow-fast"
-        self.works = [
-            Workspace(
-                self.rows, heads, self.kv_heads, dim, self.capacity, self.device, evidence=sparse
-            )
-            for _ in range(RING if overlap != "none" and sparse else 1)
-        ]
-        self.overlap: Overlap = overlap if self.device.type == "cuda" and sparse else "none"
-        if self.overlap != "none":
-            self._refresh_stream = new_stream(self.device)
-            self._dense_stream = new_stream(self.device)
-        if self.overlap == "rows":
-            self._fast_work = Workspace(
-                self.rows, heads, self.kv_heads, dim, self.capacity, self.device, evidence=False
-            )
         self._staging = Staging(self.step)
-        self._done: list[torch.cuda.Event | None] = [None] * len(self.works)
-        self._turn = 0
-        self._forked = False
+        sparse = config.mode == "slow-fast"
+        self.lanes = Lanes(
+            overlap if sparse else "none",
+            self.device,
+            functools.partial(self._workspace, heads, dim, sparse),
+        )
         self.unfinished = False
+
+    def _workspace(self, heads: int, dim: int, sparse: bool, evidence: bool) -> Workspace:
+        from .ops.triton import Workspace
+
+        return Workspace(
+            self.rows, heads, self.kv_heads, dim, self.capacity, self.device,
+            evidence=sparse and evidence,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
         """Bytes beside the caches themselves: selections and scratch."""
         tensors = [*self.indices.values(), *self.counts.values(), self.step]
-        return sum(int(t.nbytes) for t in tensors) + sum(int(w.nbytes) for w in self.works)
+        return sum(int(t.nbytes) for t in tensors) + self.lanes.nbytes
 
     @property
     def free(self) -> bool:
@@ -139,14 +126,9 @@ class Arena:
         known = states[self.layers[0]].chosen
         steps = [RowStep.of(plan, b, known[b], self.config) for b in range(self.rows)]
         self._staging.upload([step.values() for step in steps])
-        self.restart()
+        self.lanes.restart()
         self.unfinished = True
         return steps
-
-    def restart(self) -> None:
-        """The first layer of a step comes next."""
-        self._turn, self._forked = 0, False
-        self._done = [None] * len(self.works)
 
     def finish(
         self,
@@ -217,8 +199,7 @@ class Arena:
         """
         from .ops import triton as kernels
 
-        q, kv = q.contiguous(), self.cache(layer)
-        work = self.works[self._turn % len(self.works)]
+        q, kv, work = q.contiguous(), self.cache(layer), self.lanes.works[0]
         chosen = kernels.Chosen(
             self.indices[layer], self.counts[layer], self.field("window"), self.config.sink
         )
@@ -231,61 +212,35 @@ class Arena:
             return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work)
         if shape is StepShape.DENSE:
             return kernels.decode_dense(q, kv, scale=scale, work=work)
-        return self._refreshing(layer, q, kv, chosen, shape, scale)
+        work = self.lanes.next()
+        out = self._rows(q, kv, chosen, shape, scale, work)
+        self.lanes.later(functools.partial(self._choose, layer, kv, q.shape[1], work))
+        return out
 
-    def _refreshing(
-        self, layer: int, q: Tensor, kv: Cache, chosen: Chosen, shape: StepShape, scale: float
+    def _rows(
+        self, q: Tensor, kv: Cache, chosen: Chosen, shape: StepShape, scale: float, work: Workspace
     ) -> Tensor:
-        """A step in which rows choose again."""
+        """Attention of a step in which rows choose again; it leaves their evidence in `work`."""
         from .ops import triton as kernels
 
-        slot = self._turn % len(self.works)
-        self._turn += 1
-        work, allowed = self.works[slot], (self.field("low"), self.field("high"))
-        event = self._done[slot]
-        if event is not None:
-            # before a workspace is used again, the refresh that reads it must be done
-            torch.cuda.current_stream(self.device).wait_event(event)
-        dense = self.field("dense")
+        allowed, dense = (self.field("low"), self.field("high")), self.field("dense")
         if shape is StepShape.SLOW:
-            out = kernels.decode_dense(q, kv, scale=scale, work=work, allowed=allowed)
-        elif self.overlap == "rows":
-            out = self._apart(q, kv, chosen, work, scale)
-        else:
-            out = kernels.decode_mixed(
+            return kernels.decode_dense(q, kv, scale=scale, work=work, allowed=allowed)
+        if self.lanes.overlap != "rows":
+            return kernels.decode_mixed(
                 q, kv, chosen, dense, scale=scale, work=work, allowed=allowed
             )
-        self._refresh(layer, kv, q.shape[1], slot)
-        return out
-
-    def _apart(self, q: Tensor, kv: Cache, chosen: Chosen, work: Workspace, scale: float) -> Tensor:
-        """Dense rows and fast rows side by side, each kind as it runs alone."""
-        from .ops import triton as kernels
-
-        out, main = torch.empty_like(q), torch.cuda.current_stream(self.device)
-        self._dense_stream.wait_stream(main)
-        with torch.cuda.stream(self._dense_stream):
+        out = torch.empty_like(q)
+        with self.lanes.beside():
             kernels.decode_dense(
-                q, kv, scale=scale, work=work, active=self.field("dense"), out=out,
-                allowed=(self.field("low"), self.field("high")),
-            )  # fmt: skip
+                q, kv, scale=scale, work=work, active=dense, allowed=allowed, out=out
+            )
         kernels.decode_sparse(
-            q, kv, chosen, scale=scale, work=self._fast_work, active=self.field("fast"), out=out
-        )
-        main.wait_stream(self._dense_stream)
+            q, kv, chosen, scale=scale, work=self.lanes.fast_work, active=self.field("fast"),
+            out=out,
+        )  # fmt: skip
+        self.lanes.join()
         return out
-
-    def _refresh(self, layer: int, kv: Cache, heads: int, slot: int) -> None:
-        if self.overlap == "none":
-            self._choose(layer, kv, heads, self.works[slot])
-            return
-        self._refresh_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._refresh_stream):
-            self._choose(layer, kv, heads, self.works[slot])
-            done = new_event()
-            done.record()
-        self._done[slot] = done
-        self._forked = True
 
     def _choose(self, layer: int, kv: Cache, heads: int, work: Workspace) -> None:
         from .ops.triton import refresh
@@ -297,8 +252,15 @@ class Arena:
             norms=self.buffers[layer].norms,
         )  # fmt: skip
 
-    def barrier(self) -> None:
-        """The end of a step: every refresh is done before the next step reads a selection."""
-        if self._forked:
-            torch.cuda.current_stream(self.device).wait_stream(self._refresh_stream)
-        self._forked = False
+
+def _check(buffers: Mapping[int, Buffers], heads: int) -> None:
+    """Refuse caches that the kernels do not cover."""
+    from .ops.triton import unsupported
+
+    for i, buffer in buffers.items():
+        rows, _, _, dim = buffer.k.shape
+        reason = unsupported(buffer.k.new_empty(rows, heads, dim), buffer.k)
+        if buffer.k.shape != buffer.v.shape:
+            reason = f"layer {i}'s values of another shape than its keys"
+        if reason is not None:
+            raise UnsupportedError(refusal(reason))

@@ -204,3 +204,17 @@ def test_half_precision() -> None:
     got, stats = device.run(net, prompt(40), config, 3)
     assert stats.runner == "graph, compiled layers"
     torch.testing.assert_close(got.logits[1], want.logits[1], rtol=0.01, atol=0.05)
+
+
+def test_quantised_weights_are_left_as_they_are() -> None:
+    """torchao's fp8 weights: compiled like any others, never stacked."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    net = small()
+    quantization.quantize_(net.model, quantization.Float8WeightOnlyConfig())
+    before = [type(p.data) for p in net.parameters()]
+    ids, config = prompt(40), triton("graph")
+    want, _ = device.run(net, ids, reference(config), 4)
+    got, stats = device.run(net, ids, config, 4)
+    assert stats.runner == "graph, compiled layers"
+    assert got.sequences.tolist() == want.sequences.tolist()
+    assert [type(p.data) for p in net.parameters()] == before

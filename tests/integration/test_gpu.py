@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import reread
 from reread import Config, InputError
-from reread.device import Arena, Overlap
+from reread.device import Arena
 from reread.integrations.hf.runner import Runner
+from reread.lanes import Overlap
 
 pytestmark = [
     pytest.mark.gpu,

@@ -262,6 +262,23 @@ def check_select_rows(run: Run) -> None:
     assert torch.equal(run.counts[off], counts[off])
 
 
+def check_public_ops(run: Run) -> None:
+    """`ops` on a KVView: the kernels where they are asked for, with the reference's signature."""
+    x = run.x
+    view = KVView(x.k, x.v, x.view.starts, x.view.lengths)
+    allowed = list(zip(x.low, x.high, strict=True))
+    want, want_mass = run.want_dense()
+    out, mass = ops.decode_dense(x.q, view, scale=x.scale, allowed=allowed, backend="triton")
+    close(out, want, TOLERANCE[x.case.dtype])
+    assert mass is not None
+    close(mass, want_mass, 1e-4)
+    selection = Selection(run.indices, run.counts)
+    got = ops.decode_sparse(
+        x.q, view, selection, x.window, sink=x.case.sink, scale=x.scale, backend="triton"
+    )
+    close(got, run.want_sparse(), TOLERANCE[x.case.dtype])
+
+
 KERNELS: dict[str, Callable[[Run], None]] = {
     "decode_dense": check_dense,
     "decode_dense, some rows": check_dense_rows,
@@ -269,6 +286,7 @@ KERNELS: dict[str, Callable[[Run], None]] = {
     "decode_sparse, new": check_sparse_new,
     "decode_mixed": check_mixed,
     "append": check_append,
+    "public ops": check_public_ops,
     "refresh": check_refresh,
     "select": check_select,
     "select, paper": check_select_paper,

@@ -243,10 +243,14 @@ def test_half_precision_evidence_is_full_precision() -> None:
     torch.testing.assert_close(mass.sum(-1), torch.ones(1, 2), rtol=1e-5, atol=1e-5)
 
 
-def test_a_backend_that_does_not_exist_is_refused_not_replaced() -> None:
-    with pytest.raises(UnsupportedError, match="triton"):
-        ops.resolve_backend("triton")
-    assert ops.resolve_backend("auto") == ops.resolve_backend("reference") == "reference"
+def test_a_backend_that_cannot_run_is_refused_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    assert ops.resolve_backend("auto", cpu) == ops.resolve_backend("reference", cpu) == "reference"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnsupportedError, match="needs a CUDA device"):
+        ops.resolve_backend("triton", cpu)
 
 
 def test_wrong_shapes_are_caught_by_our_own_checks() -> None:

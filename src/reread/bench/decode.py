@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..device import Arena, Overlap
+from ..device import Arena
 from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
+from ..lanes import Overlap
 from ..shapes import Shape
 from ..types import StepKind
 from .arms import DenseArena, DenseArm, NoAttention, ReferenceArena

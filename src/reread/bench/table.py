@@ -54,13 +54,7 @@ def measure(
         UnsupportedError: no CUDA device. InputError: a context that leaves nothing to select.
     """
     device = require_cuda()
-    for rows, context in cells:
-        if context <= config.budget:
-            raise InputError(
-                f"context {context} is within the budget of {config.budget} keys: nothing to select"
-            )
-        if rows < 1:
-            raise InputError(f"batch {rows} is not possible: at least 1")
+    check_cells(cells, config)
     bandwidth = copy_bandwidth()
     progress(f"{shape.name}: building the model")
     model = random_model(shape, device, torch.bfloat16)
@@ -88,3 +82,18 @@ def measure(
         "compared": COMPARED, **origin(bandwidth, commit),
         "config": {**config.to_dict(), "shape": described}, "rows": found,
     }  # fmt: skip
+
+
+def check_cells(cells: Sequence[tuple[int, int]], config: Config) -> None:
+    """Refuse what could not be measured.
+
+    Raises:
+        InputError: names the batch or context.
+    """
+    for rows, context in cells:
+        if context <= config.budget:
+            raise InputError(
+                f"context {context} is within the budget of {config.budget} keys: nothing to select"
+            )
+        if rows < 1:
+            raise InputError(f"batch {rows} is not possible: at least 1")

@@ -65,7 +65,12 @@ def refusal(reason: str) -> str:
 
 
 def decode_dense(
-    q: Tensor, kv: KVView, *, scale: float, allowed: Allowed | None = None
+    q: Tensor,
+    kv: KVView,
+    *,
+    scale: float,
+    allowed: Allowed | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Dense attention of one query per row over its whole cache, on request with the evidence for
     the Selector.
@@ -76,6 +81,7 @@ def decode_dense(
         scale: factor on the logits.
         allowed: per row [low, high), the positions J that evidence is wanted for; None: no
             evidence.
+        backend: as for `resolve_backend`.
 
     Returns:
         out [B, H, Dv], and mass fp32 [B, Hkv, L] or None: softmax of the logits over J, averaged
@@ -83,6 +89,10 @@ def decode_dense(
         heads of a KV head, zero outside J (SFI, step 1).
     """
     _check(q, kv)
+    if resolve_backend(backend, q.device) == "triton":
+        from .triton import views
+
+        return views.decode_dense(q, kv, scale=scale, allowed=allowed)
     return reference.decode_dense(q, kv, scale=scale, allowed=allowed)
 
 
@@ -94,6 +104,7 @@ def decode_sparse(
     *,
     sink: int,
     scale: float,
+    backend: str = "auto",
 ) -> Tensor:
     """Attention of one query per row over sink + selected + everything from `window_start` on.
 
@@ -102,11 +113,16 @@ def decode_sparse(
             KV head.
         window_start: per row, first position of the recent window.
         sink: how many of the row's first positions are always read.
+        backend: as for `resolve_backend`.
 
     Returns:
         out [B, H, Dv].
     """
     _check(q, kv)
+    if resolve_backend(backend, q.device) == "triton":
+        from .triton import views
+
+        return views.decode_sparse(q, kv, selection, window_start, sink=sink, scale=scale)
     return reference.decode_sparse(q, kv, selection, window_start, sink=sink, scale=scale)
 
 

@@ -225,7 +225,7 @@ class StepGraphs:
             return output
 
     def _step(self) -> Any:
-        self.arena.restart()
+        self.arena.lanes.restart()
         output = self._forward(
             input_ids=self.ids,
             position_ids=self.positions,
@@ -233,7 +233,7 @@ class StepGraphs:
             return_dict=True,
             **{cache_keyword(self._model): PassingCache()},
         )
-        self.arena.barrier()
+        self.arena.lanes.barrier()
         return output
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -13,8 +13,9 @@ from ... import ops
 from ...attention import DeviceRow, Meter, StepPlan, choose, tail_mass
 from ...config import Config
 from ...cuda import check_memory
-from ...device import HOLES, RING, Arena
+from ...device import HOLES, Arena
 from ...errors import RereadError, UnsupportedError
+from ...lanes import RING
 from ...steps import RowStep, StepShape
 from ...types import KVView, StepKind
 from .capturable import obstacle, unknown_argument
@@ -39,7 +40,7 @@ class DeviceStep:
 
     def finish(self, meter: Meter) -> None:
         """All layers have run."""
-        self.arena.barrier()
+        self.arena.lanes.barrier()
         self.arena.finish(self.plan, self.rows, self.conversation.states, meter)
 
 

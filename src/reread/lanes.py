@@ -1,0 +1,92 @@
+"""What runs beside what in a step whose rows choose again: streams, a ring of workspaces, events
+(SFI, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from .cuda import new_event, new_stream
+
+if TYPE_CHECKING:
+    from .ops.triton import Workspace
+
+Overlap = Literal["none", "refresh", "rows"]
+DEFAULT_OVERLAP: Overlap = "rows"
+RING = 4
+
+
+class Lanes:
+    """The workspaces of one arena, and the streams on which they are used.
+
+    Attributes:
+        overlap: "refresh": the Selector of a layer runs under the next layers' attention; "rows":
+            so do, besides, the slow and the fast rows of one layer; "none": one after the other.
+        works: a ring of workspaces, so that attention may go on while a Selector still reads.
+        fast_work: of fast rows that run beside slow ones.
+    """
+
+    def __init__(
+        self, overlap: Overlap, device: torch.device, workspace: Callable[[bool], Workspace]
+    ) -> None:
+        """workspace: makes one, with or without what a Selector needs."""
+        self.overlap: Overlap = overlap if device.type == "cuda" else "none"
+        self.works = [workspace(True) for _ in range(RING if self.overlap != "none" else 1)]
+        self.fast_work = workspace(False) if self.overlap == "rows" else self.works[0]
+        self._device = device
+        if self.overlap != "none":
+            self._refresh, self._dense = new_stream(device), new_stream(device)
+        self.restart()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all workspaces."""
+        beside = [self.fast_work] if self.overlap == "rows" else []
+        return sum(int(work.nbytes) for work in (*self.works, *beside))
+
+    def restart(self) -> None:
+        """The first layer of a step comes next."""
+        self._turn, self._forked = 0, False
+        self._done: list[torch.cuda.Event | None] = [None] * len(self.works)
+
+    def next(self) -> Workspace:
+        """The workspace of the next layer, free once the Selector that last read it is done."""
+        slot = self._turn % len(self.works)
+        self._turn += 1
+        event = self._done[slot]
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return self.works[slot]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched within it runs beside what is launched before `join`."""
+        self._dense.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._dense):
+            yield
+
+    def join(self) -> None:
+        """Wait for what ran `beside`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._dense)
+
+    def later(self, choose: Callable[[], None]) -> None:
+        """Run a Selector on the latest workspace: under the next layers, or at once."""
+        if self.overlap == "none":
+            choose()
+            return
+        self._refresh.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._refresh):
+            choose()
+            done = new_event()
+            done.record()
+        self._done[(self._turn - 1) % len(self.works)] = done
+        self._forked = True
+
+    def barrier(self) -> None:
+        """The end of a step: every Selector is done before the next step reads what it chose."""
+        if self._forked:
+            torch.cuda.current_stream(self._device).wait_stream(self._refresh)
+        self._forked = False

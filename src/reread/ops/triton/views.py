@@ -1,0 +1,65 @@
+"""The public ops on a `KVView`: same names and signatures as in `ops.reference`, scratch made per
+call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...types import KVView, Selection
+from . import decode, selection
+from .workspace import Workspace
+
+
+def decode_dense(
+    q: Tensor, kv: KVView, *, scale: float, allowed: Sequence[tuple[int, int]] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """See `ops.decode_dense`."""
+    cache = _cache(kv)
+    work = _workspace(q, kv, evidence=allowed is not None)
+    if allowed is None:
+        return decode.decode_dense(q.contiguous(), cache, scale=scale, work=work), None
+    low, high = (_int32(x, q) for x in zip(*allowed, strict=True))
+    out = decode.decode_dense(q.contiguous(), cache, scale=scale, work=work, allowed=(low, high))
+    mass = selection.evidence(cache, work=work, allowed=(low, high), heads=q.shape[1])
+    return out, mass
+
+
+def decode_sparse(
+    q: Tensor,
+    kv: KVView,
+    chosen: Selection,
+    window_start: Sequence[int],
+    *,
+    sink: int,
+    scale: float,
+) -> Tensor:
+    """See `ops.decode_sparse`."""
+    picked = decode.Chosen(
+        chosen.indices.contiguous(), chosen.counts.contiguous(), _int32(window_start, q), sink
+    )
+    work = _workspace(q, kv, evidence=False)
+    return decode.decode_sparse(q.contiguous(), _cache(kv), picked, scale=scale, work=work)
+
+
+def _cache(kv: KVView) -> decode.Cache:
+    if kv.valid is not None:
+        raise UnsupportedError("the Triton kernels do not cover holes in the cache (valid)")
+    if kv.v.shape != kv.k.shape:
+        raise UnsupportedError(
+            f"the Triton kernels do not cover values {tuple(kv.v.shape)} of another shape than the "
+            f"keys {tuple(kv.k.shape)}"
+        )
+    return decode.Cache(kv.k, kv.v, _int32(kv.starts, kv.k), _int32(kv.lengths, kv.k))
+
+
+def _workspace(q: Tensor, kv: KVView, *, evidence: bool) -> Workspace:
+    rows, heads, dim = q.shape
+    return Workspace(rows, heads, kv.k.shape[1], dim, kv.k.shape[2], q.device, evidence=evidence)
+
+
+def _int32(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=like.device)
