@@ -15,7 +15,7 @@ from reread import Config, SelectorConfig, SoftNMS, Stats
 from . import tiny
 from .tiny import CACHE, MATRIX, sparse
 
-pytest.importorskip("triton")  # the environment of the oldest transformers has none
+pytest.importorskip("triton", reason="triton is not installed: its kernels cannot run here")
 
 SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 # for tests of lifetimes, where the selection does not matter: one KV head, and few slow steps

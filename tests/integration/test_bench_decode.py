@@ -3,6 +3,7 @@ interpreted, so its times mean nothing here."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from reread.types import KVView
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels cannot run here")
 
-from reread.bench import arms, decode, harness, table, timing
+from reread.bench import decode, harness, model, table, timing
 from reread.bench.arms import DenseArm
 
 SHAPE = Shape(
@@ -52,8 +53,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     for module in (decode, harness):
         monkeypatch.setattr(module, "milliseconds", milliseconds)
     for module in (decode, table):
-        monkeypatch.setattr(module, "random_model", float32(module.random_model))
-    monkeypatch.setattr(decode, "random_caches", float32(decode.random_caches))
+        monkeypatch.setattr(module, "random_model", float32(model.random_model))
+    monkeypatch.setattr(decode, "random_caches", float32(model.random_caches))
     monkeypatch.setattr(table, "copy_bandwidth", lambda: BANDWIDTH)
     monkeypatch.setattr(harness, "REPEATS", 1)
     monkeypatch.setattr(harness, "GROUP", 1)
@@ -80,6 +81,7 @@ def measure(*dense: DenseArm, **more: Any) -> dict[str, Any]:
     return decode.measure(SHAPE, ROWS, CONTEXT, CONFIG, **given)
 
 
+@pytest.mark.slow
 def test_a_record_of_everything(timed: list[float]) -> None:
     told: list[str] = []
     absent = DenseArm("absent", None, "absent is not installed")
@@ -124,7 +126,7 @@ def test_wrong_attention_is_an_error_before_anything_is_timed(timed: list[float]
 def test_wrong_sparse_attention_is_an_error_before_it_is_timed(
     timed: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arms.reference, "decode_sparse", lambda q, *_, **__: torch.zeros_like(q[0]))
+    monkeypatch.setattr(reference, "decode_sparse", lambda q, *_, **__: torch.zeros_like(q[0]))
     with pytest.raises(NumericalError, match="fast step: logits differ"):
         measure(OURS)
     assert len(timed) == 2  # ours, and no attention
@@ -146,7 +148,7 @@ def test_rows_are_slow_independently() -> None:
     mixed = sum(map(bool, found)) / len(found)
     assert mixed == pytest.approx(1 - (8 / 9) ** 16, abs=0.02)
     own = [0 in step for step in found]
-    again = sum(a and b for a, b in zip(own, own[1:], strict=False)) / sum(own)
+    again = sum(a and b for a, b in itertools.pairwise(own)) / sum(own)
     assert again == pytest.approx(1 / 9, abs=0.04)
 
 
@@ -178,7 +180,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Monk
     assert [row.get("failed") for row in told] == [*map(str, FAILURES.values()), None]
     assert [(row["rows"], row["context"]) for row in told] == [*FAILURES, (2, 128)]
     assert told[-1]["done"]
-    assert all(model is models[0] for model in models)
+    assert all(built is models[0] for built in models)
     assert said[0] == "tiny: building the model"
     assert said[-1] == "tiny 2 x 128: here"
     assert (result["commit"], result["copy_bandwidth"]) == ("abc", BANDWIDTH)

@@ -91,7 +91,7 @@ def test_padding_between_two_turns_is_refused(runner: str) -> None:
         old = torch.cat([mask, torch.ones(2, 2, dtype=mask.dtype)], 1)
         whole, cache = torch.cat([old, holes], 1), cache_of(first)
         cached = cache.get_seq_length()
-        with pytest.raises(UnsupportedError, match=r"padding between two turns.*'reference'"):
+        with pytest.raises(UnsupportedError, match=r"padding behind or between.*'reference'"):
             generate(net, told, 3, attention_mask=whole, **{CACHE: cache})
         assert tokens(net, prompt(30), 2)
         assert cache.get_seq_length() == cached, "refused after the prefill"

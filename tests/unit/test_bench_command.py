@@ -122,7 +122,7 @@ def test_without_a_gpu_it_says_so_before_anything_is_built(
 
 
 def test_the_sentence_is_what_real_text_gave() -> None:
-    def gaps(*settings: str, **given: str) -> list[float]:
+    def gaps(*settings: str, **given: Any) -> list[float]:
         options = DecodeOptions(settings=list(settings), **given)
         return options.gaps(options.config())
 
@@ -164,7 +164,8 @@ def test_decode_measures_every_cell_and_prints(
 
 def test_kernel_measures_every_cell_and_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    saved = json.loads((RESULT.parent / "gpu_kernels.json").read_text(encoding="utf-8"))
+    file = RESULT.parent / "gpu_kernels.json"
+    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     asked: list[tuple[Any, ...]] = []
 
     def measure(shapes: Any, shares: Any, **_: Any) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def test_kernel_measures_every_cell_and_prints(monkeypatch: pytest.MonkeyPatch) 
 
 def lines_of(result: dict[str, Any]) -> list[list[str]]:
     """The cells of each line of the table, as printed."""
-    console = Console(width=200, record=True, file=None, quiet=False, force_terminal=False)
+    console = Console(width=200)
     with console.capture() as captured:
         console.print(decode_table(result))
     rows = [line for line in captured.get().splitlines() if line.startswith("│")]

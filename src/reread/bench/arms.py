@@ -18,7 +18,6 @@ from ..config import Config
 from ..device import Arena
 from ..errors import InputError
 from ..ops import reference
-from ..ops.triton import append
 from ..steps import StepShape
 from ..types import KVView, Selection
 
@@ -134,6 +133,8 @@ class DenseArena(Arena):
         if self._attention is None:
             return super().attend(layer, q, shape, scale, new)
         if new is not None:
+            from ..ops.triton import append
+
             append(*new, self.cache(layer))
         buffer = self.buffers[layer]
         k, v = buffer.k[:, :, : self._length], buffer.v[:, :, : self._length]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import Config
 from ..device import Arena
+from ..errors import InputError
 from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
 from ..lanes import Overlap
 from ..shapes import Shape
@@ -75,6 +76,9 @@ def measure(
     }  # fmt: skip
     dense, logits = _dense_arms(bench, arms, progress)
     runnable = [arm for arm in dense if "ms" in arm]
+    if not runnable:
+        reasons = "; ".join(f"{arm['arm']}: {arm['not_run']}" for arm in dense if "not_run" in arm)
+        raise InputError(f"no dense arm ran, so there is nothing to compare with ({reasons})")
     fastest = min(runnable, key=lambda arm: arm["ms"])
     ours = _our_arms(bench, slow_every, logits, fastest, progress)
     record |= {
@@ -106,7 +110,7 @@ def _dense_arms(
         try:
             error = difference(bench.step(graphs, kinds, ages), want)
         except RuntimeError as failed:
-            why = str(failed).splitlines()[0][:200]
+            why = (str(failed) or type(failed).__name__).splitlines()[0][:200]
             records.append({"arm": arm.name, "not_run": f"failed: {why}"})
             continue
         require_close(error, f"dense arm {arm.name}")

@@ -55,6 +55,9 @@ def measure(
     """
     device = require_cuda()
     check_cells(cells, config)
+    if all(arm.missing for arm in arms):
+        missing = "; ".join(f"{arm.name}: {arm.missing}" for arm in arms)
+        raise InputError(f"no dense arm can run here ({missing}): add cudnn or reread-dense")
     bandwidth = copy_bandwidth()
     progress(f"{shape.name}: building the model")
     model = random_model(shape, device, torch.bfloat16)

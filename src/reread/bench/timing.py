@@ -14,6 +14,7 @@ import torch
 from ..cuda import new_event
 from ..errors import UnsupportedError
 from ..evaluation.provenance import provenance
+from ..ops import resolve_backend
 
 Record = dict[str, Any]
 # several times the L2: a graph that reads this much finds nothing of its last replay there
@@ -24,11 +25,13 @@ def require_cuda() -> torch.device:
     """The GPU that benchmarks run on.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is none, or the kernels cannot run on it.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError("this benchmark needs a CUDA GPU, and PyTorch finds none here")
-    return torch.device("cuda")
+    device = torch.device("cuda")
+    resolve_backend("triton", device)
+    return device
 
 
 def time_layers(step: Callable[[int], object], layers: int, repeats: int = 15) -> Record:

@@ -1,6 +1,7 @@
 """`reread bench kernel` and `reread bench decode`: what a GPU makes of it."""
 
 # No `from __future__ import annotations` here: typer reads the annotations of the options.
+import math
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -94,12 +95,15 @@ class DecodeOptions(BenchOptions):
             InputError: below 1, or no number.
         """
         if self.sentence is None:
-            return [expected_slow_every(config.triggers)]
+            expected = expected_slow_every(config.triggers)
+            if math.isinf(expected):
+                raise InputError("no trigger makes a step slow: give --sentence N")
+            return [expected]
         try:
             found = [float(part) for part in self.sentence.split(",")]
         except ValueError:
             found = []
-        if not found or min(found) < 1:
+        if not found or not all(1 <= gap < math.inf for gap in found):
             raise InputError(f"--sentence {self.sentence!r} is not possible: numbers of at least 1")
         return found
 
