@@ -54,10 +54,7 @@ def measure(
         UnsupportedError: no CUDA device. InputError: a context that leaves nothing to select.
     """
     device = require_cuda()
-    check_cells(cells, config)
-    if all(arm.missing for arm in arms):
-        missing = "; ".join(f"{arm.name}: {arm.missing}" for arm in arms)
-        raise InputError(f"no dense arm can run here ({missing}): add cudnn or reread-dense")
+    check(cells, arms, config)
     bandwidth = copy_bandwidth()
     progress(f"{shape.name}: building the model")
     model = random_model(shape, device, torch.bfloat16)
@@ -87,11 +84,11 @@ def measure(
     }  # fmt: skip
 
 
-def check_cells(cells: Sequence[tuple[int, int]], config: Config) -> None:
-    """Refuse what could not be measured.
+def check(cells: Sequence[tuple[int, int]], arms: Sequence[DenseArm], config: Config) -> None:
+    """Refuse what could not be measured, before anything is built.
 
     Raises:
-        InputError: names the batch or context.
+        InputError: names the batch, the context or the arms.
     """
     for rows, context in cells:
         if context <= config.budget:
@@ -100,3 +97,6 @@ def check_cells(cells: Sequence[tuple[int, int]], config: Config) -> None:
             )
         if rows < 1:
             raise InputError(f"batch {rows} is not possible: at least 1")
+    if all(arm.missing for arm in arms):
+        missing = "; ".join(f"{arm.name}: {arm.missing}" for arm in arms)
+        raise InputError(f"no dense arm can run here ({missing}): add cudnn or reread-dense")
