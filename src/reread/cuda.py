@@ -41,7 +41,7 @@ class Staging:
         event = self._copied[slot]
         if event is not None:
             event.synchronize()
-        self._ring[slot].copy_(torch.tensor(rows, dtype=torch.int32).T)
+        self._ring[slot].copy_(torch.tensor(list(zip(*rows, strict=True)), dtype=torch.int32))
         self._target.copy_(self._ring[slot], non_blocking=True)
         if self._target.is_cuda:
             copied = self._copied[slot] = new_event()

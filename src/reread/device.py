@@ -62,7 +62,7 @@ class Arena:
         """
         self.config = config
         self.layers = tuple(states)
-        self._owners = [weakref.ref(state) for state in states.values()]
+        self._note_owners(states)
         self.buffers = {i: state.kv.buffers() for i, state in states.items()}
         _check(self.buffers, heads)
         k = self.buffers[self.layers[0]].k
@@ -111,12 +111,17 @@ class Arena:
         assert self.free
         for i, state in states.items():
             state.kv.use(self.buffers[i])
+        self._note_owners(states)
+
+    def _note_owners(self, states: Mapping[int, LayerState]) -> None:
         self._owners = [weakref.ref(state) for state in states.values()]
+        self._moves = [state.kv.moves for state in states.values()]
 
     def holds(self, states: Mapping[int, LayerState]) -> bool:
-        """Whether these are still the caches it was made around."""
-        return tuple(states) == self.layers and all(
-            states[i].kv.buffers() == buffer for i, buffer in self.buffers.items()
+        """Whether these are still the caches it was made around, in the same memory."""
+        owners = zip(states.values(), self._owners, self._moves, strict=True)
+        return len(states) == len(self._owners) and all(
+            state is owner() and state.kv.moves == moves for state, owner, moves in owners
         )
 
     def begin(self, plan: StepPlan, states: Mapping[int, LayerState]) -> list[RowStep]:

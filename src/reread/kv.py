@@ -45,13 +45,14 @@ class GrowingKV:
     a row.
 
     Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
-    key).
+    key). `moves` counts how often the memory became another.
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
         self.with_norms = with_norms
         self.length = 0
         self.reserved = 0
+        self.moves = 0
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._norms: Tensor | None = None
@@ -77,6 +78,7 @@ class GrowingKV:
     def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
         if buffer is not None and buffer.shape[2] >= end:
             return buffer
+        self.moves += 1
         growth = max(GROWTH_STEP, end // GROWTH_SHARE)
         capacity = max(end + (0 if self.reserved >= end else growth), self.reserved)
         if end <= MAX_LENGTH:
@@ -100,6 +102,7 @@ class GrowingKV:
     def use(self, buffers: Buffers) -> None:
         """Write into memory that is there already; only while nothing is cached."""
         assert self.length == 0
+        self.moves += 1
         self._k, self._v, self._norms = buffers.k, buffers.v, buffers.norms
         self.with_norms = buffers.norms is not None
 
@@ -111,9 +114,9 @@ class GrowingKV:
 
     def ensure_room(self) -> None:
         """Grow now if the next position would not fit."""
-        if self._k is None or self._v is None:
-            return
         end = self.length + 1
+        if self._k is None or self._v is None or end <= self._k.shape[2]:
+            return
         self._k = self._room(self._k, self._k, end)
         self._v = self._room(self._v, self._v, end)
         if self._norms is not None:
@@ -156,6 +159,7 @@ class GrowingKV:
         if self.with_norms:
             return
         self.with_norms = True
+        self.moves += 1
         if self._k is None:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -163,6 +167,7 @@ class GrowingKV:
 
     def reindex(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64), in that order."""
+        self.moves += 1
         for name in ("_k", "_v", "_norms"):
             buffer = getattr(self, name)
             if buffer is not None:

@@ -24,12 +24,14 @@ class Conversation:
     Attributes:
         states: of each layer that is made sparse, by layer index.
         controller: decides slow or fast for each row.
+        before: columns and starts of the latest step whose rows had no holes.
         arena: what its decode steps use on the GPU; None on the CPU, and before the first step.
     """
 
     states: dict[int, LayerState]
     controller: Controller
     arena: Arena | None = None
+    before: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def length(self) -> int:
@@ -39,6 +41,7 @@ class Conversation:
     def prepare_prefill(self, reserve: int) -> None:
         """More prompt is coming: forget selections, make room for `reserve` columns in total."""
         self.controller.prefilled()
+        self.before = 0, ()
         for state in self.states.values():
             state.chosen = [None] * len(state.chosen)
             state.kv.reserve(reserve)
@@ -52,13 +55,27 @@ class Conversation:
             counted: per row, whether the step goes into the statistics.
         """
         rows, length = len(self.controller.rows), self.length + 1
-        starts, valid = spans(mask, rows, length)
+        starts, valid = self._spans(mask, rows, length)
         keys = [length - s for s in starts] if valid is None else valid.sum(dim=1).tolist()
-        states = self.states.values()
+        # on the GPU all layers of a row have a selection, or none has
+        states = list(self.states.values())[: 1 if self.arena is not None else None]
         has_selection = [all(state.can_select(b) for state in states) for b in range(rows)]
         tokens = None if ids is None else ids[:, 0].tolist()
         kinds = self.controller.plan(tokens, keys, has_selection)
         return StepPlan(kinds, starts, length, valid, counted)
+
+    def _spans(self, mask: Any, rows: int, length: int) -> tuple[tuple[int, ...], Tensor | None]:
+        """`spans`, from the step before where the mask has as many valid columns as it should: one
+        read from the device instead of three."""
+        before, starts = self.before
+        if before == length - 1 and isinstance(mask, Tensor) and mask.shape == (rows, length):
+            counts = (mask != 0).sum(dim=1).tolist()
+            if all(count == length - start for count, start in zip(counts, starts, strict=True)):
+                self.before = length, starts
+                return starts, None
+        starts, valid = spans(mask, rows, length)
+        self.before = (length if valid is None else 0), starts
+        return starts, valid
 
 
 class Conversations:

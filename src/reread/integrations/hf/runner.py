@@ -193,8 +193,9 @@ class Runner:
         """Tell the device what the step is."""
         arena = conversation.arena
         assert arena is not None
+        chosen = conversation.states[arena.layers[0]].chosen
         for b, kind in enumerate(plan.kinds):
-            if kind is StepKind.FAST:
+            if kind is StepKind.FAST and chosen[b] is None:
                 self._seed(conversation, arena, plan, b)
         return DeviceStep(conversation, arena, plan, arena.begin(plan, conversation.states))
 
