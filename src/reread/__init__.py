@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import Config, SelectorConfig, SoftNMS, Span, TriggerConfig
+from .config import Config, SelectorConfig, SoftNMS, Span, SparsePrefill, TriggerConfig
 from .errors import ConfigError, InputError, NumericalError, RereadError, UnsupportedError
 from .stats import Stats
 
@@ -29,6 +29,7 @@ __all__ = [
     "Session",
     "SoftNMS",
     "Span",
+    "SparsePrefill",
     "Stats",
     "TriggerConfig",
     "UnsupportedError",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from .checks import is_real, require, require_bool, require_int, require_real
 from .errors import ConfigError
+from .prefilling import SparsePrefill
 from .refinements import REFINEMENTS, Refinement, SoftNMS, Span
 
 Mode = Literal["slow-fast", "dense"]
@@ -98,6 +100,7 @@ class Config:
         k: selected positions per KV head.
         triggers: when a step is slow.
         selector: how a slow step chooses.
+        prefill: how a prompt is read sparsely; None: by the model's own dense attention.
         backend: "auto", or the ops by name ("reference", "triton"); never a silent fallback.
         runner: how a decode step runs with the Triton backend: "graph" as one CUDA graph around
             compiled layers, "eager" kernel by kernel, "auto" as a graph where the model allows (the
@@ -115,6 +118,7 @@ class Config:
     k: int = 512
     triggers: TriggerConfig = field(default_factory=TriggerConfig)
     selector: SelectorConfig = field(default_factory=SelectorConfig)
+    prefill: SparsePrefill | None = None
     backend: Backend = "auto"
     runner: Runner = "auto"
     dense_below_budget: bool = True
@@ -137,6 +141,8 @@ class Config:
         require(
             isinstance(self.selector, SelectorConfig), "selector", self.selector, "a SelectorConfig"
         )
+        ok = self.prefill is None or isinstance(self.prefill, SparsePrefill)
+        require(ok, "prefill", self.prefill, "a SparsePrefill or None")
 
     @property
     def budget(self) -> int:
@@ -173,7 +179,7 @@ class Config:
         last part ("t_max").
 
         Letter case does not matter ("K", "T_max"). `refine` takes "span", "soft_nms", "none" or a
-        dict with "kind".
+        dict with "kind"; `prefill` takes "oracle", "sampled", "none" or a dict of its values.
 
         Raises:
             ConfigError: a key that is unknown or ambiguous, or a value that cannot be right.
@@ -181,13 +187,14 @@ class Config:
         tree = self.to_dict()
         # a change of kind goes first: it brings the new kind's own keys into being
         for key, value in sorted(
-            changes.items(), key=lambda item: not item[0].lower().endswith("refine")
+            changes.items(), key=lambda item: not item[0].lower().endswith(("refine", "prefill"))
         ):
             *parents, leaf = _resolve(tree, key)
             node = tree
             for part in parents:
                 node = node[part]
-            node[leaf] = _encode(_decode_refine(value, key)) if leaf == "refine" else value
+            decode = _WHOLE.get(leaf)
+            node[leaf] = value if decode is None else _encode(decode(value, key))
         return Config.from_dict(tree)
 
 
@@ -214,7 +221,7 @@ def _decode(cls: type[_C], values: Mapping[str, Any], path: str) -> _C:
     nested: dict[str, Callable[[Any], Any]] = {
         "triggers": lambda v: _decode(TriggerConfig, v, "triggers."),
         "selector": lambda v: _decode(SelectorConfig, v, "selector."),
-        "refine": lambda v: _decode_refine(v, path + "refine"),
+        **{name: functools.partial(decode, name=path + name) for name, decode in _WHOLE.items()},
     }
     return cls(
         **{key: nested[key](value) if key in nested else value for key, value in values.items()}
@@ -237,12 +244,23 @@ def _decode_refine(value: Any, name: str) -> Refinement | None:
     return _decode(REFINEMENTS[kind], rest, f"{name}.")
 
 
+def _decode_prefill(value: Any, name: str) -> SparsePrefill | None:
+    if value is None or value == "none" or isinstance(value, SparsePrefill):
+        return None if value == "none" else value
+    values = {"chooser": value} if isinstance(value, str) else value
+    return _decode(SparsePrefill, values, f"{name}.")
+
+
+# values of several kinds: they can be given as a whole, by name or as a dict
+_WHOLE: dict[str, Callable[..., Any]] = {"refine": _decode_refine, "prefill": _decode_prefill}
+
+
 def _leaves(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     out: list[tuple[str, ...]] = []
     for key, value in tree.items():
         if key == "kind":
             continue
-        if key == "refine" or not isinstance(value, Mapping):
+        if key in _WHOLE or not isinstance(value, Mapping):
             out.append((*prefix, key))
         if isinstance(value, Mapping):
             out.extend(_leaves(value, (*prefix, key)))
@@ -275,4 +293,4 @@ _PRESETS: dict[str, Callable[[], Config]] = {
     "dense": lambda: Config(mode="dense"),
 }
 
-__all__ = ["Config", "SelectorConfig", "SoftNMS", "Span", "TriggerConfig"]
+__all__ = ["Config", "SelectorConfig", "SoftNMS", "Span", "SparsePrefill", "TriggerConfig"]

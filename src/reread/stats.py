@@ -16,6 +16,8 @@ class Stats:
             budget covers the row (or mode="dense"). Steps after a row's end are not counted.
         keys_read_share: keys read by full-attention layers in decode / keys that dense decoding
             would have read.
+        prefill_keys_share: keys read by full-attention layers in a sparse prefill / keys that dense
+            attention would have read there; 1 where the prefill was dense.
         slow_reasons: how many slow steps each trigger caused, over all rows.
         decode_steps: forward passes after the prefill.
         new_tokens: tokens produced per row (padding after a row's end included).
@@ -33,6 +35,7 @@ class Stats:
     fast_steps: list[int] = field(default_factory=list)
     full_steps: list[int] = field(default_factory=list)
     keys_read_share: float = 1.0
+    prefill_keys_share: float = 1.0
     slow_reasons: dict[str, int] = field(default_factory=dict)
     decode_steps: int = 0
     new_tokens: int = 0

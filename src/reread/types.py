@@ -41,6 +41,24 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSelection:
+    """Which cached positions each block of one row's prompt queries may read besides sink and
+    window, shared by all heads.
+
+    Attributes:
+        indices: int32 [Nq, K], ascending, padded with -1 behind the block's size.
+        sizes: per block, how many entries of its row are valid.
+    """
+
+    indices: Tensor
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.indices.dim() == 2
+        assert self.indices.shape[0] == len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class KVView:
     """Keys and values as they lie in a contiguous cache, with each row's valid span.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..types import KVView, Selection
+from ..types import BlockSelection, KVView, Selection
 from . import reference
 
 Allowed = Sequence[tuple[int, int]]
@@ -124,6 +124,40 @@ def decode_sparse(
 
         return views.decode_sparse(q, kv, selection, window_start, sink=sink, scale=scale)
     return reference.decode_sparse(q, kv, selection, window_start, sink=sink, scale=scale)
+
+
+def prefill_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: BlockSelection,
+    *,
+    start: int,
+    edges: Sequence[int],
+    windows: Sequence[int],
+    sink: int,
+    scale: float,
+) -> Tensor:
+    """Attention of consecutive queries of one row, each block of them over sink + selected +
+    everything from its window on, causal to the token.
+
+    Args:
+        q: [H, N, D], the queries at positions edges[0] to edges[-1]; k: [Hkv, L, D]; v:
+            [Hkv, L, Dv]; L is edges[-1], one past the last query.
+        start: first position that is no padding.
+        edges: first position of each block, then one past the last query.
+        windows: per block, first position of what it always reads, at most the block's first.
+        sink: how many of the row's first positions are always read.
+
+    Returns:
+        [H, N, Dv].
+    """
+    assert q.shape[1] == edges[-1] - edges[0], "a query for each position"
+    assert k.shape[1] == edges[-1], "keys up to the last query"
+    assert len(windows) == len(selection.sizes) == len(edges) - 1
+    return reference.prefill_sparse(
+        q, k, v, selection, start=start, edges=edges, windows=windows, sink=sink, scale=scale
+    )
 
 
 def tail_evidence(

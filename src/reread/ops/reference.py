@@ -4,13 +4,14 @@ its neighbours."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..policy.selector import NEG_INF, allowed_probabilities, power_mean
-from ..types import KVView, Selection
+from ..types import BlockSelection, KVView, Selection
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor | None = None) -> Tensor:
@@ -125,3 +126,31 @@ def _row_logits(q: Tensor, kv: KVView, b: int, scale: float) -> Tensor:
     logits = torch.matmul(packed, k.float().transpose(1, 2)).mul_(scale)
     logits = logits.view(k.shape[0], heads // k.shape[0], queries, -1)
     return logits if kv.valid is None else logits.masked_fill(~kv.valid[b, span], NEG_INF)
+
+
+def prefill_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: BlockSelection,
+    *,
+    start: int,
+    edges: Sequence[int],
+    windows: Sequence[int],
+    sink: int,
+    scale: float,
+) -> Tensor:
+    """See `ops.prefill_sparse`: dense attention under the mask of what may be read."""
+    at = torch.arange(k.shape[1], device=k.device)
+    blocks = torch.zeros(len(selection.sizes), k.shape[1] + 1, dtype=torch.bool, device=k.device)
+    # what pads a row of the selection lands in a column of its own
+    blocks.scatter_(1, selection.indices.long() % (k.shape[1] + 1), True)
+    keep = blocks[:, :-1] | ((at >= start) & (at < start + sink))
+    keep |= at[None, :] >= torch.tensor(windows, device=k.device)[:, None]
+    sizes = [after - edge for edge, after in pairwise(edges)]
+    mask = keep.repeat_interleave(torch.tensor(sizes, device=k.device), dim=0)
+    positions = torch.arange(edges[0], edges[-1], device=k.device)
+    mask &= at[None, :] <= positions[:, None]
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.repeat_interleave(group, dim=0)[None] for x in (k, v))
+    return scaled_dot_product_attention(q[None], k, v, attn_mask=mask, scale=scale)[0]

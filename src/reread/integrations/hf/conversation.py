@@ -157,3 +157,22 @@ def has_holes(mask: Any, rows: int, length: int) -> bool:
     # the first chunk of a short row may be padding alone
     count, start = valid.sum(dim=1), valid.int().argmax(dim=1)
     return bool(((count > 0) & (count != length - start)).any())
+
+
+def first_positions(mask: Any, rows: int, length: int) -> tuple[int, ...]:
+    """Per row the first position that is no padding, `length` where there is none yet.
+
+    Raises:
+        UnsupportedError: a mask that is not 2D, or padding behind or between the tokens of a row.
+    """
+    if mask is None:
+        return (0,) * rows
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise UnsupportedError("a sparse prefill needs a 2D attention_mask [batch, tokens]")
+    if has_holes(mask, rows, length):
+        raise UnsupportedError(
+            "a sparse prefill does not cover padding behind or between the tokens of a row"
+        )
+    valid = mask[:, :length] != 0
+    starts = valid.int().argmax(dim=1).where(valid.any(dim=1), length)
+    return tuple(starts.tolist())

@@ -55,6 +55,16 @@ def check_attention_call(name: str, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(f"{name} has an attention mask for each head: not supported")
 
 
+def check_cached(name: str, what: str, given: Tensor, cached: Tensor) -> None:
+    """Refuse an attention that is not given the keys or values as the cache holds them.
+
+    Raises:
+        UnsupportedError: names which.
+    """
+    if given.data_ptr() != cached.data_ptr() or given.shape != cached.shape:
+        raise UnsupportedError(f"{name} changes its {what} after caching them: unsupported")
+
+
 def check_generation(model: Any, given: dict[str, Any]) -> None:
     """Refuse decoding modes that the fast path cannot serve.
 

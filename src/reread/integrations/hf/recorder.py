@@ -13,6 +13,7 @@ from transformers import StoppingCriteria
 from ...attention import Meter
 from ...config import Config
 from ...policy.controller import Controller
+from ...prefill import PrefillMeter
 from ...stats import Stats
 from ...types import StepKind
 
@@ -30,6 +31,7 @@ class Recorder:
         self.wanted = wanted
         self.decoding = False
         self.meter = Meter.of(0)
+        self.prefill = PrefillMeter()
         self.steps = 0
         self.new_tokens = 0
         self._ends = ends
@@ -91,6 +93,7 @@ class Recorder:
             fast_steps=steps[StepKind.FAST],
             full_steps=steps[StepKind.FULL],
             keys_read_share=meter.keys_read / meter.keys_cached if meter.keys_cached else 1.0,
+            prefill_keys_share=self.prefill.share,
             slow_reasons=dict(reasons),
             decode_steps=self.steps,
             new_tokens=self.new_tokens,

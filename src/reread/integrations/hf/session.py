@@ -18,11 +18,18 @@ from ...attention import StepPlan, decode_step
 from ...config import Config
 from ...errors import InputError, UnsupportedError
 from ...policy.trigger import entropy
+from ...prefill import prefill_step
 from ...stats import Stats
 from . import guard, interface
 from .arguments import flat, put
 from .cache import sparse_layers
-from .conversation import Conversation, Conversations, has_holes, queries_that_exist
+from .conversation import (
+    Conversation,
+    Conversations,
+    first_positions,
+    has_holes,
+    queries_that_exist,
+)
 from .recorder import Observer, Recorder, end_tokens
 from .runner import DeviceStep, Runner
 
@@ -41,12 +48,14 @@ class Call:
         plan: of a decode step; None in a prefill.
         step: a decode step on the GPU, None elsewhere.
         exist: bool [B, T] of a prefill's queries, False for padding; None: no padding.
+        starts: of a sparse prefill, the first position of each row that is no padding.
     """
 
     conversation: Conversation
     plan: StepPlan | None
     step: DeviceStep | None = None
     exist: Tensor | None = None
+    starts: tuple[int, ...] = ()
     intercepted: set[int] = field(default_factory=set)
 
 
@@ -210,8 +219,12 @@ class Session:
         if self._runner is not None:
             holes = has_holes(given.get("attention_mask"), rows, conversation.length + new)
             self._runner.prepare_prefill(conversation, columns, holes)
-        exist = queries_that_exist(given.get("attention_mask"), new)
-        self._call = Call(conversation, None, exist=exist)
+        mask = given.get("attention_mask")
+        starts: tuple[int, ...] = ()
+        if self.config.prefill is not None:
+            starts = first_positions(mask, rows, conversation.length + new)
+        exist = queries_that_exist(mask, new)
+        self._call = Call(conversation, None, exist=exist, starts=starts)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or a captured decode step in its place."""
@@ -238,19 +251,20 @@ class Session:
             return None
         name = type(module).__name__
         guard.check_attention_call(name, kwargs)
-        for what, given, cached in (
-            ("keys", key, state.kv.keys),
-            ("values", value, state.kv.values),
-        ):
-            if given.data_ptr() != cached.data_ptr() or given.shape != cached.shape:
-                raise UnsupportedError(f"{name} changes its {what} after caching them: unsupported")
+        guard.check_cached(name, "keys", key, state.kv.keys)
+        guard.check_cached(name, "values", value, state.kv.values)
         call.intercepted.add(layer)
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         if call.plan is None:
             state.scale = scale
             state.remember_tail(query, self.config.selector.tail_queries, call.exist)
-            return None
+            if self.config.prefill is None:
+                return None
+            sparse = prefill_step(
+                state, query, call.starts, self.config.prefill, scale, self._recorder.prefill
+            )
+            return None if sparse is None else sparse.transpose(1, 2)
         q = query[:, :, 0]
         if call.step is not None:
             return call.step.arena.attend(layer, q, call.step.shape, scale).unsqueeze(1)

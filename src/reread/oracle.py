@@ -1,0 +1,101 @@
+"""The attention-mass top-k oracle of sparse prefill (OSP), and the training-free chooser made of
+it: what dense attention itself says is worth reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .policy.selector import NEG_INF, top_k
+from .prefilling import SparsePrefill
+from .types import BlockSelection
+
+
+def attention_mass(q: Tensor, k: Tensor, positions: Tensor, start: int, scale: float) -> Tensor:
+    """P(t): probabilities of dense causal attention, averaged over the query heads.
+
+    Args:
+        q: [H, N, D] queries that stand at `positions` (int64 [N]); k: [Hkv, L, D]; start: first
+            position that is no padding.
+
+    Returns:
+        fp32 [N, L], each row sums to 1.
+    """
+    heads, queries, dim = q.shape
+    packed = q.reshape(k.shape[0], -1, dim).float()
+    logits = torch.matmul(packed, k.float().transpose(1, 2)).mul_(scale)
+    logits = logits.view(heads, queries, -1)
+    at = torch.arange(k.shape[1], device=k.device)
+    hidden = (at[None, :] > positions[:, None]) | (at[None, :] < start)
+    return torch.softmax(logits.masked_fill_(hidden, NEG_INF), dim=-1).mean(dim=0)
+
+
+def sampled_queries(edges: Sequence[int], samples: int | None) -> list[list[int]]:
+    """Per block, the positions of the queries that are asked: all, or `samples` evenly spaced ones,
+    the last among them."""
+    out = []
+    for edge, after in pairwise(edges):
+        every = range(edge, after)
+        count = len(every) if samples is None else min(samples, len(every))
+        out.append([every[(i + 1) * len(every) // count - 1] for i in range(count)])
+    return out
+
+
+def choose(
+    q: Tensor,
+    k: Tensor,
+    start: int,
+    edges: Sequence[int],
+    windows: Sequence[int],
+    config: SparsePrefill,
+    scale: float,
+) -> BlockSelection:
+    """What each block of one row's queries may read besides sink and window.
+
+    Args:
+        q: [H, N, D], queries at positions edges[0] to edges[-1]; k: [Hkv, L, D].
+        edges: first position of each block, then one past the last query.
+        windows: per block, where what is always read begins.
+    """
+    asked = sampled_queries(edges, None if config.chooser == "oracle" else config.samples)
+    positions = torch.tensor([p for block in asked for p in block], device=k.device)
+    mass = attention_mass(q[:, positions - edges[0]], k, positions, start, scale)
+    block = torch.repeat_interleave(
+        torch.arange(len(asked), device=k.device),
+        torch.tensor([len(b) for b in asked], device=k.device),
+    )
+    means = mass.new_zeros(len(asked), k.shape[1]).index_add_(0, block, mass)
+    return best(means, start + config.sink, edges, windows, config, start)
+
+
+def best(
+    scores: Tensor,
+    low: int,
+    edges: Sequence[int],
+    windows: Sequence[int],
+    config: SparsePrefill,
+    start: int,
+) -> BlockSelection:
+    """The largest scores of each block's candidates, ties to the lower position.
+
+    Args:
+        scores: fp32 [Nq, L]; low: first candidate; the block's window ends them.
+    """
+    budgets = [config.budget(after - start) for after in edges[1:]]
+    sizes = tuple(
+        max(0, min(budget, window - low)) for budget, window in zip(budgets, windows, strict=True)
+    )
+    width = max([*sizes, 1])
+    at = torch.arange(scores.shape[1], device=scores.device)
+    ends = torch.tensor(windows, device=scores.device)
+    scores = scores.masked_fill((at < low) | (at[None, :] >= ends[:, None]), NEG_INF)
+    indices = torch.full((len(sizes), width), -1, dtype=torch.int32, device=scores.device)
+    # blocks of one size are chosen together; a schedule gives many blocks the same size
+    for size in sorted(set(sizes) - {0}):
+        rows = torch.tensor([n for n, s in enumerate(sizes) if s == size], device=scores.device)
+        found, _ = top_k(scores[rows], size)
+        indices[rows, :size] = found.to(torch.int32)
+    return BlockSelection(indices, sizes)

@@ -1,0 +1,144 @@
+"""One layer's attention in a sparse prefill: blocks of queries, what each may read, attention over
+that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .attention import LayerState
+from .ops import prefill_sparse
+from .oracle import choose
+from .prefilling import SparsePrefill
+from .types import BlockSelection
+
+PIECE_BYTES = 1 << 29  # of fp32 logits at a time: 128K keys of 32 heads by 32 queries
+
+
+@dataclass(slots=True)
+class PrefillMeter:
+    """Keys read by sparse layers in a prefill against those that dense attention would read, per
+    query and layer."""
+
+    read: int = 0
+    cached: int = 0
+
+    def dense(self, first: int, last: int, start: int) -> None:
+        """Queries [first, last) of a row read everything from `start` on."""
+        queries = max(0, last - max(first, start))
+        both = queries * (max(first, start) + last + 1 - 2 * start)  # twice, as in `_count`
+        self.read, self.cached = self.read + both, self.cached + both
+
+    @property
+    def share(self) -> float:
+        """1 where nothing was sparse."""
+        return self.read / self.cached if self.cached else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive queries of one row: whole blocks, but for the ends of a chunk.
+
+    Attributes:
+        first, last: [first, last) cache positions of the queries.
+        edges: first position of each block, then `last`.
+        windows: per block, where what is always read begins.
+    """
+
+    first: int
+    last: int
+    edges: tuple[int, ...]
+    windows: tuple[int, ...]
+
+
+def prefill_step(
+    state: LayerState,
+    q: Tensor,
+    starts: tuple[int, ...],
+    config: SparsePrefill,
+    scale: float,
+    meter: PrefillMeter,
+) -> Tensor | None:
+    """Attention of the newest T positions of every row; their keys and values are in `state.kv`.
+
+    Args:
+        q: [B, H, T, D]; starts: per row, the first position that is no padding.
+
+    Returns:
+        [B, H, T, Dv]; None where no query would leave anything out, so that dense may run.
+    """
+    kv = state.kv
+    if all(covers(start, kv.length, config) for start in starts):
+        for start in starts:
+            meter.dense(kv.length - q.shape[2], kv.length, start)
+        return None
+    rows = zip(q, kv.keys, kv.values, starts, strict=True)
+    return torch.stack([prefill_row(*row, config, scale, meter) for row in rows])
+
+
+@torch.no_grad()
+def prefill_row(
+    q: Tensor, k: Tensor, v: Tensor, start: int, config: SparsePrefill, scale: float,
+    meter: PrefillMeter,
+) -> Tensor:  # fmt: skip
+    """Attention of the newest T positions of one row, the last of L.
+
+    Args:
+        q: [H, T, D]; k: [Hkv, L, D]; v: [Hkv, L, Dv]: original projections, so that only what is
+            read differs from dense attention.
+        start: first position that is no padding.
+
+    Returns:
+        [H, T, Dv]; zeros where the query is padding.
+    """
+    length = k.shape[1]
+    offset = length - q.shape[1]
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    for piece in pieces(max(offset, start), length, start, config, q.shape[0]):
+        at = slice(piece.first - offset, piece.last - offset)
+        seen_k, seen_v = k[:, : piece.last], v[:, : piece.last]
+        selection = choose(q[:, at], seen_k, start, piece.edges, piece.windows, config, scale)
+        out[:, at] = prefill_sparse(
+            q[:, at], seen_k, seen_v, selection,
+            start=start, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
+        )  # fmt: skip
+        _count(piece, selection, start, config.sink, meter)
+    return out
+
+
+def pieces(first: int, last: int, start: int, config: SparsePrefill, heads: int) -> Iterator[Piece]:
+    """Cut [first, last) into pieces of whole blocks whose logits fit PIECE_BYTES, at least one
+    block each."""
+    while first < last:
+        block = config.b_sel
+        room = max(1, PIECE_BYTES // (4 * heads * last) // block)
+        end = min(last, start + ((first - start) // block + room) * block)
+        edges = [first]
+        while edges[-1] < end:
+            edges.append(min(end, start + ((edges[-1] - start) // block + 1) * block))
+        low = start + config.sink
+        windows = tuple(max(min(low, edge), edge - config.local + 1) for edge in edges[:-1])
+        yield Piece(first, end, tuple(edges), windows)
+        first = end
+
+
+def covers(start: int, length: int, config: SparsePrefill) -> bool:
+    """Whether every query up to `length` reads everything: nothing would be left out."""
+    candidates = length - start - config.sink - config.local
+    return candidates <= config.budget(length - start)
+
+
+def _count(
+    piece: Piece, selection: BlockSelection, start: int, sink: int, meter: PrefillMeter
+) -> None:
+    """All sizes are known on the host but how many were chosen, and that follows from J."""
+    for n, (edge, after) in enumerate(pairwise(piece.edges)):
+        window = piece.windows[n]
+        fixed = min(sink, window - start) + selection.sizes[n]
+        for position in (edge, after - 1):  # the mean of first and last, times the queries
+            meter.read += (fixed + position + 1 - window) * (after - edge)
+            meter.cached += (position + 1 - start) * (after - edge)
