@@ -71,6 +71,16 @@ def choose(
     return best(means, start + config.sink, edges, windows, config, start)
 
 
+def block_sizes(
+    low: int, edges: Sequence[int], windows: Sequence[int], config: SparsePrefill, start: int
+) -> tuple[int, ...]:
+    """How many positions each block chooses: its budget, or all of its candidates [low, window)."""
+    budgets = [config.budget(after - start) for after in edges[1:]]
+    return tuple(
+        max(0, min(budget, window - low)) for budget, window in zip(budgets, windows, strict=True)
+    )
+
+
 def best(
     scores: Tensor,
     low: int,
@@ -84,10 +94,7 @@ def best(
     Args:
         scores: fp32 [Nq, L]; low: first candidate; the block's window ends them.
     """
-    budgets = [config.budget(after - start) for after in edges[1:]]
-    sizes = tuple(
-        max(0, min(budget, window - low)) for budget, window in zip(budgets, windows, strict=True)
-    )
+    sizes = block_sizes(low, edges, windows, config, start)
     width = max([*sizes, 1])
     at = torch.arange(scores.shape[1], device=scores.device)
     ends = torch.tensor(windows, device=scores.device)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from .attention import LayerState
 from .ops import prefill_sparse
-from .oracle import choose
+from .oracle import block_sizes, choose
 from .prefilling import SparsePrefill
-from .types import BlockSelection
 
 PIECE_BYTES = 1 << 29  # of fp32 logits at a time: 128K keys of 32 heads by 32 queries
 
@@ -106,7 +105,7 @@ def prefill_row(
             q[:, at], seen_k, seen_v, selection,
             start=start, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
         )  # fmt: skip
-        _count(piece, selection, start, config.sink, meter)
+        _count(piece, selection.sizes, start, config.sink, meter)
     return out
 
 
@@ -132,13 +131,22 @@ def covers(start: int, length: int, config: SparsePrefill) -> bool:
     return candidates <= config.budget(length - start)
 
 
+def share_read(length: int, config: SparsePrefill) -> float:
+    """Share of the keys of dense causal attention that a prefill of `length` tokens reads."""
+    meter = PrefillMeter()
+    for piece in pieces(0, length, 0, config, heads=1):
+        sizes = block_sizes(config.sink, piece.edges, piece.windows, config, 0)
+        _count(piece, sizes, 0, config.sink, meter)
+    return meter.share
+
+
 def _count(
-    piece: Piece, selection: BlockSelection, start: int, sink: int, meter: PrefillMeter
+    piece: Piece, chosen: tuple[int, ...], start: int, sink: int, meter: PrefillMeter
 ) -> None:
-    """All sizes are known on the host but how many were chosen, and that follows from J."""
+    """chosen: per block. Everything is known on the host."""
     for n, (edge, after) in enumerate(pairwise(piece.edges)):
         window = piece.windows[n]
-        fixed = min(sink, window - start) + selection.sizes[n]
+        fixed = min(sink, window - start) + chosen[n]
         for position in (edge, after - 1):  # the mean of first and last, times the queries
             meter.read += (fixed + position + 1 - window) * (after - edge)
             meter.cached += (position + 1 - start) * (after - edge)

@@ -202,7 +202,8 @@ def evaluate(
     *,
     chunk: int = PREFILL_CHUNK,
 ) -> dict[str, dict[Kind, Result]]:
-    """Greedy answers to every question, by config and kind; texts are read once, as one batch.
+    """Greedy answers to every question, by config and kind; texts are read as one batch, once by
+    the model's own attention and once for each config with a sparse prefill.
 
     Args:
         configs: None is transformers' own decoding, nothing attached.
@@ -210,12 +211,14 @@ def evaluate(
     """
     base = _ids(model, tokenizer, [text.words for text in texts])
     keyword = cache_keyword(model)
-    cache = DynamicCache(config=model.config)
-    for piece in torch.split(base, chunk, dim=1):
-        model(piece, use_cache=True, logits_to_keep=1, **{keyword: cache})
+    own: DynamicCache | None = None
     results: dict[str, dict[Kind, Result]] = {}
     for name, config in configs.items():
+        sparse = config is not None and config.prefill is not None
+        if not sparse and own is None:
+            own = _read(model, base, chunk)
         with _attached(model, config, tokenizer) as session:
+            cache = _read(model, base, chunk) if sparse or own is None else own
             for kind in KINDS:
                 result = results.setdefault(name, {})[kind] = Result()
                 for asked in zip(*(text.questions[kind] for text in texts), strict=True):
@@ -233,6 +236,14 @@ def evaluate(
                     if session is not None:
                         result.count(session.stats)
     return results
+
+
+def _read(model: Any, ids: Tensor, chunk: int) -> DynamicCache:
+    """The cache after reading ids [B, T], sparsely if the model is attached so."""
+    cache = DynamicCache(config=model.config)
+    for piece in torch.split(ids, chunk, dim=1):
+        model(piece, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
+    return cache
 
 
 def _attached(
