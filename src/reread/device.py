@@ -216,11 +216,17 @@ class Arena:
         if shape is StepShape.FAST:
             return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work)
         if shape is StepShape.DENSE:
-            return kernels.decode_dense(q, kv, scale=scale, work=work)
+            return self.dense(layer, q, scale)
         work = self.lanes.next()
         out = self._rows(q, kv, chosen, shape, scale, work)
         self.lanes.later(functools.partial(self._choose, layer, kv, q.shape[1], work))
         return out
+
+    def dense(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of a step in which every row reads everything, and none chooses."""
+        from .ops import triton as kernels
+
+        return kernels.decode_dense(q, self.cache(layer), scale=scale, work=self.lanes.works[0])
 
     def _rows(
         self, q: Tensor, kv: Cache, chosen: Chosen, shape: StepShape, scale: float, work: Workspace

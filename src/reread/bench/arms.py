@@ -121,21 +121,10 @@ class DenseArena(Arena):
         super().__init__(states, heads, Config.preset("dense"))
         self._attention, self._length = attention, length
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        shape: StepShape,
-        scale: float,
-        new: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """See `Arena.attend`."""
+    def dense(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """See `Arena.dense`."""
         if self._attention is None:
-            return super().attend(layer, q, shape, scale, new)
-        if new is not None:
-            from ..ops.triton import append
-
-            append(*new, self.cache(layer))
+            return super().dense(layer, q, scale)
         buffer = self.buffers[layer]
         k, v = buffer.k[:, :, : self._length], buffer.v[:, :, : self._length]
         return self._attention(q, k, v, scale)

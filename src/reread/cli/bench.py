@@ -13,9 +13,8 @@ from rich.table import Table
 from ..config import Config
 from ..errors import InputError
 from ..planner import expected_slow_every
-from ..shapes import SHAPES, shape_of
-from .options import config_of
-from .plan import whole_numbers
+from ..shapes import shape_of
+from .options import CellOptions, PresetOptions, config_of
 from .report import make_console, print_json
 
 GIVEN = "as given"
@@ -27,49 +26,21 @@ ARMS = "all, or some of cudnn, flash, reread-dense, flash_attn_3, flashinfer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(CellOptions):
     """What both benchmarks take."""
 
-    shape: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, or a folder with config.json.")
-    ] = "qwen3-4b"
     context: Annotated[
         str, typer.Option(metavar="TOKENS", help="Keys of each row; several between commas.")
     ] = "32768"
-    batch: Annotated[
-        str, typer.Option(metavar="ROWS", help="Rows decoded together; several between commas.")
-    ] = "16"
     commit: Annotated[
         str, typer.Option(help="The commit to note, for a copy without its history.")
     ] = ""
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on standard output.")
-    ] = False
-
-    def cells(self) -> list[tuple[int, int]]:
-        """Rows and context of each measurement.
-
-        Raises:
-            InputError: not whole numbers.
-        """
-        return [
-            (rows, context)
-            for context in whole_numbers("--context", self.context)
-            for rows in whole_numbers("--batch", self.batch)
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(BenchOptions):
+class DecodeOptions(BenchOptions, PresetOptions):
     """Options of `reread bench decode`."""
 
-    preset: Annotated[str, typer.Option(help="default or paper.")] = "default"
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a value of the preset; repeatable."
-        ),
-    ] = None
     sentence: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +91,9 @@ class KernelOptions(BenchOptions):
     shares: Annotated[
         str, typer.Option(metavar="PERCENT", help="Keys that sparse attention reads, in percent.")
     ] = "1.6,6.3,12.5,25,50"
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on standard output.")
+    ] = False
 
     def fractions(self) -> list[float]:
         """The shares, in (0, 1).

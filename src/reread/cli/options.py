@@ -4,6 +4,7 @@
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import typer
 
 from ..config import Config
 from ..errors import ConfigError, InputError, RereadError
+from ..shapes import SHAPES
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -22,7 +24,58 @@ AnyOptions = TypeVar("AnyOptions")  # a command's own dataclass of options
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PresetOptions:
+    """A configuration, as given."""
+
+    preset: Annotated[str, typer.Option(help="default, paper or dense.")] = "default"
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a value of the preset; repeatable."
+        ),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on standard output.")
+    ] = False
+
+    def config(self) -> Config:
+        """The preset with the --set changes.
+
+        Raises:
+            ConfigError: an unknown preset or key, or a value that cannot be right.
+        """
+        return config_of(self.preset, self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOptions:
+    """A shape, and the contexts and batches to look at, as given."""
+
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or a folder with config.json.")
+    ] = "qwen3-4b"
+    context: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Keys of each row; several between commas.")
+    ] = "8192,32768,131072"
+    batch: Annotated[
+        str, typer.Option(metavar="ROWS", help="Rows decoded together; several between commas.")
+    ] = "16"
+
+    def cells(self) -> list[tuple[int, int]]:
+        """Rows and context of each, contexts in the outer loop.
+
+        Raises:
+            InputError: not whole numbers above 0; names the option.
+        """
+        return [
+            (rows, context)
+            for context in whole_numbers("--context", self.context)
+            for rows in whole_numbers("--batch", self.batch)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(PresetOptions):
     """What the user asked for, as given; each field is one option."""
 
     model: Annotated[
@@ -47,33 +100,15 @@ class Options:
         ),
     ] = None
     max_new_tokens: Annotated[int, typer.Option(help="At most this many new tokens.")] = 128
-    preset: Annotated[str, typer.Option(help="default, paper or dense.")] = "default"
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a value of the preset; repeatable."
-        ),
-    ] = None
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto"
     seed: Annotated[
         int | None,
         typer.Option(help="Sample, with this seed. Default: greedy decoding.", show_default=False),
     ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on standard output.")
-    ] = False
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False
-
-    def config(self) -> Config:
-        """The preset with the --set changes.
-
-        Raises:
-            ConfigError: an unknown preset or key, or a value that cannot be right.
-        """
-        return config_of(self.preset, self.settings)
 
     def prompt_text(self) -> str | None:
         """The prompt, None where none was given.
@@ -153,3 +188,17 @@ def command(run: Callable[[AnyOptions], None], options: type[AnyOptions]) -> Cal
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
     wrapped.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return wrapped
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """ "8192,32768" as [8192, 32768].
+
+    Raises:
+        InputError: something between the commas is no whole number above 0; names the option.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not re.fullmatch("0*[1-9][0-9]{0,11}", part):
+            want = "whole numbers of at least 1, such as 8192,32768"
+            raise InputError(f"{option} {part!r} is not possible: {want}")
+    return [int(part) for part in parts]

@@ -1,7 +1,6 @@
 """`reread plan`: what to expect of a model, context, batch and GPU, before there is any."""
 
 # No `from __future__ import annotations` here: typer reads the annotations of PlanOptions.
-import re
 import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -11,12 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..config import Config
-from ..errors import InputError
 from ..hardware import CALIBRATION, GPUS, gpu_of
 from ..planner import Plan, plan
-from ..shapes import SHAPES, shape_of
-from .options import config_of
+from ..shapes import shape_of
+from .options import CellOptions, PresetOptions
 from .report import print_json
 
 GIB = 2**30
@@ -25,28 +22,12 @@ NOT_MEASURED = "TTFT, GPUs other than the H200, mixtures of experts and more tha
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(CellOptions, PresetOptions):
     """What the user asked for, as given; each field is one option."""
 
-    shape: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, or a folder with config.json.")
-    ] = "qwen3-4b"
-    context: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Keys of each row; several between commas.")
-    ] = "8192,32768,131072"
-    batch: Annotated[
-        str, typer.Option(metavar="ROWS", help="Rows decoded together; several between commas.")
-    ] = "16"
     gpu: Annotated[
         str, typer.Option(help=f"{', '.join(GPUS)}. Only the H200's steps are measured.")
     ] = "h200"
-    preset: Annotated[str, typer.Option(help="default, paper or dense.")] = "default"
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a value of the preset; repeatable."
-        ),
-    ] = None
     sentence: Annotated[
         float | None,
         typer.Option(
@@ -54,31 +35,6 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on standard output.")
-    ] = False
-
-    def config(self) -> Config:
-        """The preset with the --set changes.
-
-        Raises:
-            ConfigError: an unknown preset or key, or a value that cannot be right.
-        """
-        return config_of(self.preset, self.settings)
-
-
-def whole_numbers(option: str, text: str) -> list[int]:
-    """ "8192,32768" as [8192, 32768].
-
-    Raises:
-        InputError: something between the commas is no whole number above 0; names the option.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not re.fullmatch("0*[1-9][0-9]{0,11}", part):
-            want = "whole numbers of at least 1, such as 8192,32768"
-            raise InputError(f"{option} {part!r} is not possible: {want}")
-    return [int(part) for part in parts]
 
 
 def plan_command(options: PlanOptions) -> None:
@@ -86,8 +42,7 @@ def plan_command(options: PlanOptions) -> None:
     config, shape, gpu = options.config(), shape_of(options.shape), gpu_of(options.gpu)
     plans = [
         plan(shape, context, batch, gpu, config, slow_every=options.sentence)
-        for context in whole_numbers("--context", options.context)
-        for batch in whole_numbers("--batch", options.batch)
+        for batch, context in options.cells()
     ]
     if options.as_json:
         print_json(_as_json(options, plans))
