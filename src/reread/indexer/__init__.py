@@ -1,0 +1,1 @@
+"""The head-collapsed indexer of sparse prefill (OSP, arXiv 2606.07703)."""

@@ -1,0 +1,180 @@
+"""A small module per layer that predicts the attention mass of its layer: one query and one key of
+width d from the layer's input, rotary positions, scores shared by all heads.
+
+score(t, j) = <R_t W_q x_t, R_j W_k x_j> / sqrt(d); softmax over the past is the prediction of P.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+WEIGHTS = "indexer.safetensors"
+FORMAT = "1"
+# what of a config says nothing about the weights that an indexer was trained for
+VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerCard:
+    """What an indexer is, and for which backbone.
+
+    Attributes:
+        layers: indices of the full-attention layers it has a part for.
+        hidden: width of the layers' input; width: d, even.
+        theta: base of its rotary positions.
+        backbone: hash of the backbone's config, see `identity`.
+        record: how it was trained; {} where it was not.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    width: int
+    theta: float
+    backbone: str
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """Hash of a backbone's text config (plain values), without what does not concern its
+    weights."""
+    kept = {k: v for k, v in config.items() if k not in VOLATILE and not k.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Indexer(nn.Module):
+    """All layers' indexers; see the module's docstring for the equation."""
+
+    def __init__(self, card: IndexerCard) -> None:
+        super().__init__()
+        if card.width < 2 or card.width % 2:
+            raise InputError(f"width={card.width} is not possible: an even number of at least 2")
+        self.card = card
+        shape = card.hidden, card.width
+        self.query = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
+        self.key = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
+
+    def queries(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [..., N, hidden], the input of the layer's attention, at `positions` (int64, [..., N],
+        counted from the row's first token). Returns [..., N, d], scaled by 1 / sqrt(d)."""
+        scale = math.sqrt(1 / self.card.width)
+        return rotate(self.query[str(layer)](x), positions, self.card.theta) * scale
+
+    def keys(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        """As `queries`, not scaled."""
+        return rotate(self.key[str(layer)](x), positions, self.card.theta)
+
+    def save(self, folder: Path) -> Path:
+        """Write weights and card into a folder, and return the file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / WEIGHTS
+        state = {name: value.contiguous() for name, value in self.state_dict().items()}
+        save_file(state, path, metadata={"format": FORMAT, "card": json.dumps(asdict(self.card))})
+        return path
+
+    @classmethod
+    def load(cls, folder: Path, *, backbone: str | None = None) -> Indexer:
+        """An indexer from a folder, in float32 on the CPU.
+
+        Args:
+            backbone: `identity` of the model it is for; None: not checked.
+
+        Raises:
+            InputError: no indexer there, a broken file, or one of another backbone.
+        """
+        path = folder / WEIGHTS
+        if not path.is_file():
+            raise InputError(f"{folder} holds no indexer: {WEIGHTS} is missing")
+        try:
+            with safe_open(path, framework="pt") as file:
+                card = _card(path, file.metadata() or {})
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} cannot be read as safetensors: {error}") from error
+        if backbone is not None and card.backbone != backbone:
+            raise InputError(
+                f"the indexer in {folder} was made for another backbone (config hash "
+                f"{card.backbone[:12]}, this model's is {backbone[:12]}): distil one for this model"
+            )
+        found = cls(card)
+        try:
+            found.load_state_dict(state)
+        except RuntimeError as error:
+            raise InputError(f"{path} does not hold what its card says: {error}") from error
+        return found
+
+
+def _card(path: Path, metadata: Mapping[str, str]) -> IndexerCard:
+    if metadata.get("format") != FORMAT or "card" not in metadata:
+        raise InputError(f"{path} is no indexer of format {FORMAT}")
+    values = json.loads(metadata["card"])
+    return IndexerCard(**{**values, "layers": tuple(values["layers"])})
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions: pairs (i, i + d/2) turn by position / theta^(2i/d). x: [..., N, d]."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, device=x.device, dtype=torch.float32)
+    angles = positions[..., None].float() * theta ** (-steps / half)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+@torch.no_grad()
+def initialise_from(
+    indexer: Indexer, projections: Mapping[int, tuple[Tensor, Tensor]], head_dim: int
+) -> None:
+    """Start from the layers' own projections: the best product of rank d to the mean over heads of
+    W_qh^T W_kh, by its singular value decomposition.
+
+    Args:
+        projections: per layer W_q [H D, hidden] and W_k [Hkv D, hidden].
+    """
+    width = indexer.card.width
+    for layer in indexer.card.layers:
+        w_q, w_k = (w.float() for w in projections[layer])
+        heads, kv_heads = w_q.shape[0] // head_dim, w_k.shape[0] // head_dim
+        per_head = w_k.view(kv_heads, head_dim, -1).repeat_interleave(heads // kv_heads, dim=0)
+        # the sum over heads of products is one product of the stacked projections
+        mean = w_q.view(heads * head_dim, -1).T @ per_head.reshape(heads * head_dim, -1) / heads
+        u, s, v = torch.linalg.svd(mean, full_matrices=False)
+        root = s[:width].sqrt()
+        rank = root.numel()
+        for linear, vectors in (
+            (indexer.query[str(layer)], u[:, :width]),
+            (indexer.key[str(layer)], v[:width].T),
+        ):
+            weight = linear.weight
+            assert isinstance(weight, Tensor)
+            weight.zero_()
+            weight[:rank] = (vectors * root).T
+
+
+def predicted_mass(iq: Tensor, ik: Tensor, positions: Sequence[int] | Tensor, start: int) -> Tensor:
+    """The indexer's P: softmax over the past of its scores.
+
+    Args:
+        iq: [N, d] of queries at cache `positions`; ik: [L, d]; start: first position that is no
+            padding.
+
+    Returns:
+        fp32 [N, L], each row sums to 1.
+    """
+    at = torch.arange(ik.shape[0], device=ik.device)
+    seen_from = torch.as_tensor(positions, device=ik.device)
+    hidden = (at[None, :] > seen_from[:, None]) | (at[None, :] < start)
+    scores = (iq.float() @ ik.float().T).masked_fill(hidden, float("-inf"))
+    return torch.softmax(scores, dim=-1)
