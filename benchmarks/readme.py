@@ -182,7 +182,23 @@ def needle_gpu() -> str:
     return table(head, rows)
 
 
+def gaps() -> str:
+    """What a prefill budget costs, by the oracle."""
+    kinds = ("code", "note", "chain")
+    head = ("prefill", *kinds, "keys read")
+    rows = [
+        (
+            row["variant"],
+            *(f"{row[kind]:.2f}" for kind in kinds),
+            f"{row['share_read']:.2f}",
+        )
+        for row in load("gaps")["rows"]
+    ]
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "gaps": gaps,
     "gpu_decode": gpu_decode,
     "gpu_kernels": gpu_kernels,
     "gpu_refresh": gpu_refresh,
