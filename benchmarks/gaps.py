@@ -20,7 +20,7 @@ from reread.evaluation.provenance import provenance
 from reread.integrations.hf.load import load
 from reread.prefill import share_read
 
-BUDGETS = (64, 256, 1024)
+BUDGETS = (8, 32, 128)
 
 
 def variants() -> dict[str, Config]:
@@ -28,9 +28,9 @@ def variants() -> dict[str, Config]:
     found = {"dense": Config.preset("dense")}
     for k in BUDGETS:
         for name, prefill in (
-            (f"oracle per query, k={k}", SparsePrefill(k=k, b_sel=1)),
-            (f"oracle shared by 64, k={k}", SparsePrefill(k=k, b_sel=64)),
-            (f"sampled 8 of 64, k={k}", SparsePrefill(k=k, b_sel=64, chooser="sampled")),
+            (f"oracle per query, k={k}", SparsePrefill(k=k, b_sel=1, local=16)),
+            (f"oracle shared by 64, k={k}", SparsePrefill(k=k, b_sel=64, local=16)),
+            (f"sampled 8 of 64, k={k}", SparsePrefill(k=k, b_sel=64, local=16, chooser="sampled")),
         ):
             found[name] = Config(mode="dense", prefill=prefill)
     return found
