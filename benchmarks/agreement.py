@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--name", default="agreement")
     parser.add_argument("--commit", default="", help="for a copy of the tree without its history")
     args = parser.parse_args()
-    rows = []
+    rows, known = [], provenance("cuda")  # before a result file changes the tree
     for dtype in ("float32", "bfloat16"):
         loaded = load(args.model, dtype=dtype, device="cuda")
         words = Vocabulary.of(loaded.tokenizer.get_vocab())
@@ -108,7 +108,6 @@ def main() -> None:
         }
         rows.append(row)
         console.log(row)
-        known = provenance("cuda")
         config = {**Config().to_dict(), "model": "needle-27m"}
         config |= {name: getattr(args, name) for name in ("tokens", "steps", "rows")}
         result = {"rows": rows, "config": config, **known}

@@ -59,7 +59,7 @@ def main() -> None:
         questions=args.questions,
         seed=args.seed,
     )
-    rows = []
+    rows, known = [], provenance(args.device)  # before a result file changes the tree
     for name, config in variants().items():
         # the reference path on any device: the oracle is a reference
         config = config.updated({"backend": "reference"})
@@ -82,7 +82,7 @@ def main() -> None:
                 "cases_per_kind": args.texts * args.questions,
                 "seed": args.seed,
             },
-            **provenance(args.device),
+            **known,
         }
         save("gaps", result)
     show("share of answer words right", rows, ("variant", *KINDS, "share_read"))

@@ -91,9 +91,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[dict[str, Any]] = []
+    known = provenance(args.device)  # before a result file changes the tree
     for tokens in map(int, args.tokens.split(",")):
         rows += measure(args, tokens)
-        known = provenance(args.device)
         result = {
             "rows": rows,
             "config": {

@@ -86,6 +86,8 @@ def gpu_rows() -> list[dict[str, Any]]:
     """Every cell's newest measurement of whole decode steps, with the overlap that users get."""
     found: dict[tuple[str, int, int], dict[str, Any]] = {}
     for name in ("gpu_decode", "gpu_decode_apart"):
+        if not (RESULTS / f"{name}.json").is_file():
+            continue  # the second is gone once the first was measured anew
         result = load(name)
         for row in result["decode"]["rows"]:
             overlap = next(o for o in ("rows", "refresh") if o in row["slow_fast"])

@@ -212,7 +212,7 @@ _C = TypeVar("_C")
 def _decode(cls: type[_C], values: Mapping[str, Any], path: str) -> _C:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'config'}={values!r} is not possible: a mapping")
-    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # ours are such
     for key in values:
         if key not in fields:
             raise ConfigError(

@@ -52,6 +52,11 @@ class Lanes:
         self._turn, self._forked = 0, False
         self._done: list[torch.cuda.Event | None] = [None] * len(self.works)
 
+    def clean(self) -> None:
+        """A step failed on its way: leave no half-done counts to the next Selector."""
+        for work in self.works:
+            work.clean()
+
     def next(self) -> Workspace:
         """The workspace of the next layer, free once the Selector that last read it is done."""
         slot = self._turn % len(self.works)

@@ -31,11 +31,6 @@ class StepShape(Enum):
             return cls.DENSE
         return cls.MIXED if StepKind.FAST in found else cls.SLOW
 
-    @property
-    def refreshes(self) -> bool:
-        """Whether rows choose again in it."""
-        return self in (StepShape.MIXED, StepShape.SLOW)
-
 
 @dataclass(frozen=True, slots=True)
 class RowStep:

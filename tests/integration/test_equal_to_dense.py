@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -274,8 +277,8 @@ def two_turns(name: str, config: Config | None) -> tuple[list[int], list[int]]:
 
 @archs
 @pytest.mark.parametrize("make", [always_slow, select_everything])
-def test_two_turns_give_what_denses_two_turns_give(name: str, make: object) -> None:
-    assert two_turns(name, make()) == two_turns(name, None)  # type: ignore[operator]
+def test_two_turns_give_what_denses_two_turns_give(name: str, make: Callable[[], Config]) -> None:
+    assert two_turns(name, make()) == two_turns(name, None)
 
 
 @archs
@@ -364,8 +367,8 @@ def test_a_second_turn_after_sparse_steps_uses_nothing_stale() -> None:
     )  # the prefill, and the first step: slow
 
 
-def attached_logits(net: object, ids: torch.Tensor, cache: object) -> torch.Tensor:
-    out = net.generate(  # type: ignore[attr-defined]
+def attached_logits(net: Any, ids: torch.Tensor, cache: object) -> torch.Tensor:
+    out = net.generate(
         ids,
         max_new_tokens=4,
         do_sample=False,

@@ -166,7 +166,7 @@ def test_impossible_selector_values_raise(bad: dict[str, Any]) -> None:
         lambda: SoftNMS(neighbourhood=0),
         lambda: SoftNMS(alpha=-0.1),
         lambda: Span(back=-1),
-        lambda: Span(ahead=1.5),  # type: ignore[arg-type]
+        lambda: Span(ahead=1.5),  # type: ignore[arg-type]  # that is the test
     ],
 )
 def test_impossible_refinements_raise(make: Any) -> None:

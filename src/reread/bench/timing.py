@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..cuda import new_event
+from ..cuda import new_event, new_stream
 from ..errors import UnsupportedError
 from ..evaluation.provenance import provenance
 from ..ops import resolve_backend
@@ -40,7 +40,7 @@ def time_layers(step: Callable[[int], object], layers: int, repeats: int = 15) -
     Returns:
         "us", "p20" and "p80": median and percentiles of the replays.
     """
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(new_stream(torch.device("cuda"))):
         step(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -93,7 +93,7 @@ def origin(bandwidth: float, commit: str = "") -> Record:
     known["versions"] |= {
         "triton": version("triton"),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # untyped in torch
     }
     return {**known, "commit": commit or known["commit"], "copy_bandwidth": bandwidth}
 

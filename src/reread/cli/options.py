@@ -185,7 +185,7 @@ def command(run: Callable[[AnyOptions], None], options: type[AnyOptions]) -> Cal
             raise typer.Exit(INTERRUPTED) from None
 
     signature = inspect.signature(options)
-    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
     wrapped.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return wrapped
 

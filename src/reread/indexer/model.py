@@ -100,7 +100,7 @@ class Indexer(nn.Module):
         try:
             with safe_open(path, framework="pt") as file:
                 card = _card(path, file.metadata() or {})
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path} cannot be read as safetensors: {error}") from error
         if backbone is not None and card.backbone != backbone:

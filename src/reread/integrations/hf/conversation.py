@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -24,14 +25,14 @@ class Conversation:
     Attributes:
         states: of each layer that is made sparse, by layer index.
         controller: decides slow or fast for each row.
-        before: columns and starts of the latest step whose rows had no holes.
+        before: starts of the latest step whose rows had no holes, also int64 [B, 1] on the device.
         arena: what its decode steps use on the GPU; None on the CPU, and before the first step.
     """
 
     states: dict[int, LayerState]
     controller: Controller
     arena: Arena | None = None
-    before: tuple[int, tuple[int, ...]] = (0, ())
+    before: tuple[tuple[int, ...], Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -41,7 +42,7 @@ class Conversation:
     def prepare_prefill(self, reserve: int) -> None:
         """More prompt is coming: forget selections, make room for `reserve` columns in total."""
         self.controller.prefilled()
-        self.before = 0, ()
+        self.before = None
         for state in self.states.values():
             state.chosen = [None] * len(state.chosen)
             state.kv.reserve(reserve)
@@ -65,16 +66,17 @@ class Conversation:
         return StepPlan(kinds, starts, length, valid, counted)
 
     def _spans(self, mask: Any, rows: int, length: int) -> tuple[tuple[int, ...], Tensor | None]:
-        """`spans`, from the step before where the mask has as many valid columns as it should: one
-        read from the device instead of three."""
-        before, starts = self.before
-        if before == length - 1 and isinstance(mask, Tensor) and mask.shape == (rows, length):
-            counts = (mask != 0).sum(dim=1).tolist()
-            if all(count == length - start for count, start in zip(counts, starts, strict=True)):
-                self.before = length, starts
+        """`spans`; one read from the device instead of three where the rows still begin where they
+        began in the step before, and nothing is missing behind."""
+        if isinstance(mask, Tensor) and self.before is not None and mask.shape == (rows, length):
+            starts, begins = self.before
+            at = torch.arange(length, device=mask.device)
+            if torch.equal(mask != 0, at >= begins):
                 return starts, None
         starts, valid = spans(mask, rows, length)
-        self.before = (length if valid is None else 0), starts
+        self.before = None
+        if isinstance(mask, Tensor) and valid is None:
+            self.before = starts, torch.tensor(starts, device=mask.device)[:, None]
         return starts, valid
 
 

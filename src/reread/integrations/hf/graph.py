@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
@@ -37,7 +37,7 @@ class _Active:
     shape: StepShape = StepShape.FAST
 
 
-@torch.library.custom_op("reread::decode_attention", mutates_args=())
+@library.custom_op("reread::decode_attention", mutates_args=())
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float) -> Tensor:
     """Append and attend for one layer of the active step.
 

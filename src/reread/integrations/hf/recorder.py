@@ -17,6 +17,10 @@ from ...prefill import PrefillMeter
 from ...stats import Stats
 from ...types import StepKind
 
+REFERENCE_PREFILL = (
+    "the sparse prefill ran on the reference path: it shows what a budget costs and saves no time"
+)
+
 
 class Recorder:
     """One `generate` call or `decoding()` block.
@@ -76,6 +80,11 @@ class Recorder:
         for row, done in enumerate(finished):
             if not done:
                 self.meter.add(row, StepKind.FULL, 1, 1)
+
+    @property
+    def told(self) -> list[str]:
+        """What the user should know of the prefill."""
+        return [REFERENCE_PREFILL] if self.prefill.cached else []
 
     def stats(
         self, config: Config, ran: tuple[str, str], layers: int, total: int, notes: list[str]

@@ -54,14 +54,7 @@ class Runner:
         notes: what else the user should know.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        config: Config,
-        layers: tuple[int, ...],
-        *,
-        progress: Callable[[str, int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, config: Config, layers: tuple[int, ...]) -> None:
         """`layers`: indices of those that are made sparse.
 
         Raises:
@@ -69,7 +62,6 @@ class Runner:
                 runner="graph" where steps cannot be captured.
         """
         self._model, self._config = model, config
-        self._progress = progress
         text = model.config.get_text_config(decoder=True)
         self.heads = int(text.num_attention_heads)
         self._kv_heads, self._dim = kv_shape(text)
@@ -201,9 +193,8 @@ class Runner:
 
     def _seed(self, conversation: Conversation, arena: Arena, plan: StepPlan, b: int) -> None:
         """The first step after a prefill, chosen by the prefill's own last queries."""
-        for i, state in conversation.states.items():
-            if state.chosen[b] is not None:
-                continue
+        # the first layer last: what it has is what the next step goes by, also after an interrupt
+        for i, state in reversed(conversation.states.items()):
             end = state.kv.length
             view = KVView(
                 state.kv.keys, state.kv.values, plan.starts, (end,) * arena.rows, plan.valid
@@ -258,8 +249,10 @@ class Runner:
                 raise
             except Exception as error:
                 # whatever the compiler or the capture says: the step can still run as it is
-                told = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                first_line = (str(error).strip() or "no message").splitlines()[0][:200]
+                told = f"{type(error).__name__}: {first_line}"
                 del self._graphs[step.arena]
+                step.arena.lanes.clean()
                 if graphs.compiled:
                     self._compiles = False
                     self.notes.append(f"layers are not compiled ({told})")

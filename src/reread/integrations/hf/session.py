@@ -180,7 +180,7 @@ class Session:
             (self._backend, self._runner.ran if self._runner else "eager"),
             len(self._layers),
             self._text_config.num_hidden_layers,
-            [*self.notes, *(self._runner.told if self._runner else [])],
+            [*self.notes, *(self._runner.told if self._runner else []), *self._recorder.told],
         )
         self._recorder = Recorder(0, 0, frozenset())
         self._call = None

@@ -131,6 +131,11 @@ class Workspace:
         assert k.shape[1] <= self.kv_heads
         assert not evidence or (self.evidence and k.shape[2] <= self.capacity)
 
+    def clean(self) -> None:
+        """Zero what every Selector leaves at zero, after one that did not come to its end."""
+        self.hists.zero_()
+        self.cursors.zero_()
+
     def require_scores(self, size: int) -> None:
         """As `require`, for the Selector."""
         assert size <= self.scores.numel(), (size, self.scores.shape)
