@@ -34,7 +34,7 @@ def test_scores_are_the_equation_by_hand() -> None:
     indexer = Indexer(card())
     x = torch.randn(5, 12)
     at = torch.arange(5)
-    iq, ik = indexer.queries(3, x, at), indexer.keys(3, x, at)
+    iq, ik = indexer.queries(3, x, at)[0], indexer.keys(3, x, at)[0]
     w_q, w_k = (part["3"].weight.detach().double() for part in (indexer.query, indexer.key))
     for t in range(5):
         for j in range(t + 1):
@@ -56,7 +56,7 @@ def test_it_depends_on_position_and_only_on_the_distance() -> None:
     def scores(shift: int, order: list[int]) -> torch.Tensor:
         at = torch.arange(6) + shift
         y = x[order]
-        return indexer.queries(1, y, at) @ indexer.keys(1, y, at).T
+        return (indexer.queries(1, y, at) @ indexer.keys(1, y, at).mT)[0]
 
     straight = scores(0, [0, 1, 2, 3, 4, 5])
     torch.testing.assert_close(scores(77, [0, 1, 2, 3, 4, 5]), straight, atol=1e-4, rtol=1e-4)
@@ -78,7 +78,7 @@ def test_it_starts_from_the_layers_own_projections() -> None:
     indexer = Indexer(card(width=12, layers=(0,)))
     initialise_from(indexer, {0: (w_q, w_k)}, head_dim=6)
     x, at = torch.randn(5, 12), torch.zeros(5, dtype=torch.long)
-    got = indexer.queries(0, x, at) @ indexer.keys(0, x, at).T * 12**0.5
+    got = (indexer.queries(0, x, at) @ indexer.keys(0, x, at).mT)[0] * 12**0.5
     q = (x @ w_q.T).view(5, 4, 6)
     k = (x @ w_k.T).view(5, 2, 6).repeat_interleave(2, dim=1)
     want = torch.einsum("thd,shd->ts", q, k) / 4
@@ -101,7 +101,7 @@ def test_a_narrow_one_starts_from_the_best_approximation() -> None:
 
 
 def test_the_prediction_is_a_distribution_over_the_past() -> None:
-    p = predicted_mass(torch.randn(3, 8), torch.randn(10, 8), [4, 7, 9], 2)
+    p = predicted_mass(torch.randn(2, 3, 8), torch.randn(2, 10, 8), [4, 7, 9], 2)
     torch.testing.assert_close(p.sum(1), torch.ones(3))
     assert bool((p[:, :2] == 0).all())
     assert bool((p[0, 5:] == 0).all())

@@ -1,7 +1,10 @@
 """A small module per layer that predicts the attention mass of its layer: one query and one key of
-width d from the layer's input, rotary positions, scores shared by all heads.
+width d from the layer's input, rotary positions, scores shared by all heads of the backbone.
 
 score(t, j) = <R_t W_q x_t, R_j W_k x_j> / sqrt(d); softmax over the past is the prediction of P.
+
+Head-collapsed is one such pair (heads=1), which is what the kernels serve. Several index heads, whose
+predictions are averaged, are there to be compared with it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class IndexerCard:
 
     Attributes:
         layers: indices of the full-attention layers it has a part for.
-        hidden: width of the layers' input; width: d, even.
+        hidden: width of the layers' input; width: d of one index head, even; heads: n.
         theta: base of its rotary positions.
         backbone: hash of the backbone's config, see `identity`.
         record: how it was trained; {} where it was not.
@@ -44,6 +47,7 @@ class IndexerCard:
     width: int
     theta: float
     backbone: str
+    heads: int = 1
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -61,20 +65,25 @@ class Indexer(nn.Module):
         super().__init__()
         if card.width < 2 or card.width % 2:
             raise InputError(f"width={card.width} is not possible: an even number of at least 2")
+        if card.heads < 1:
+            raise InputError(f"heads={card.heads} is not possible: at least 1")
         self.card = card
-        shape = card.hidden, card.width
+        shape = card.hidden, card.heads * card.width
         self.query = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
         self.key = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
 
     def queries(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """x: [..., N, hidden], the input of the layer's attention, at `positions` (int64, [..., N],
-        counted from the row's first token). Returns [..., N, d], scaled by 1 / sqrt(d)."""
-        scale = math.sqrt(1 / self.card.width)
-        return rotate(self.query[str(layer)](x), positions, self.card.theta) * scale
+        counted from the row's first token). Returns [..., n, N, d], scaled by 1 / sqrt(d)."""
+        return self._project(self.query[str(layer)], x, positions) * math.sqrt(1 / self.card.width)
 
     def keys(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """As `queries`, not scaled."""
-        return rotate(self.key[str(layer)](x), positions, self.card.theta)
+        return self._project(self.key[str(layer)], x, positions)
+
+    def _project(self, linear: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+        split = linear(x).unflatten(-1, (self.card.heads, self.card.width)).transpose(-2, -3)
+        return rotate(split, positions.unsqueeze(-2), self.card.theta)
 
     def save(self, folder: Path) -> Path:
         """Write weights and card into a folder, and return the file."""
@@ -137,44 +146,54 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 def initialise_from(
     indexer: Indexer, projections: Mapping[int, tuple[Tensor, Tensor]], head_dim: int
 ) -> None:
-    """Start from the layers' own projections: the best product of rank d to the mean over heads of
-    W_qh^T W_kh, by its singular value decomposition.
+    """Start from the layers' own projections: the best product of rank d to the mean of W_qh^T W_kh
+    over the query heads that an index head stands for, by its singular value decomposition.
 
     Args:
         projections: per layer W_q [H D, hidden] and W_k [Hkv D, hidden].
+
+    Raises:
+        InputError: the index heads do not divide the query heads.
     """
-    width = indexer.card.width
-    for layer in indexer.card.layers:
+    card = indexer.card
+    for layer in card.layers:
         w_q, w_k = (w.float() for w in projections[layer])
         heads, kv_heads = w_q.shape[0] // head_dim, w_k.shape[0] // head_dim
+        if heads % card.heads:
+            raise InputError(f"heads={card.heads} is not possible: a divisor of {heads}")
         per_head = w_k.view(kv_heads, head_dim, -1).repeat_interleave(heads // kv_heads, dim=0)
-        # the sum over heads of products is one product of the stacked projections
-        mean = w_q.view(heads * head_dim, -1).T @ per_head.reshape(heads * head_dim, -1) / heads
-        u, s, v = torch.linalg.svd(mean, full_matrices=False)
-        root = s[:width].sqrt()
-        rank = root.numel()
-        for linear, vectors in (
-            (indexer.query[str(layer)], u[:, :width]),
-            (indexer.key[str(layer)], v[:width].T),
-        ):
-            weight = linear.weight
-            assert isinstance(weight, Tensor)
-            weight.zero_()
-            weight[:rank] = (vectors * root).T
+        group = heads // card.heads
+        for n in range(card.heads):
+            # the sum over heads of products is one product of the stacked projections
+            own = slice(n * group, (n + 1) * group)
+            stacked_q = w_q.view(heads, head_dim, -1)[own].reshape(group * head_dim, -1)
+            mean = stacked_q.T @ per_head[own].reshape(group * head_dim, -1) / group
+            u, s, v = torch.linalg.svd(mean, full_matrices=False)
+            root, into = s[: card.width].sqrt(), slice(n * card.width, (n + 1) * card.width)
+            _put(indexer.query[str(layer)], into, (u[:, : card.width] * root).T)
+            _put(indexer.key[str(layer)], into, (v[: card.width].T * root).T)
+
+
+def _put(linear: nn.Module, into: slice, vectors: Tensor) -> None:
+    """Rows of a weight; what the rank does not fill is zero."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    weight[into] = 0
+    weight[into][: vectors.shape[0]] = vectors.to(weight)
 
 
 def predicted_mass(iq: Tensor, ik: Tensor, positions: Sequence[int] | Tensor, start: int) -> Tensor:
-    """The indexer's P: softmax over the past of its scores.
+    """The indexer's P: softmax over the past of its scores, averaged over index heads.
 
     Args:
-        iq: [N, d] of queries at cache `positions`; ik: [L, d]; start: first position that is no
-            padding.
+        iq: [n, N, d] of queries at cache `positions`; ik: [n, L, d]; start: first position that is
+            no padding.
 
     Returns:
         fp32 [N, L], each row sums to 1.
     """
-    at = torch.arange(ik.shape[0], device=ik.device)
+    at = torch.arange(ik.shape[1], device=ik.device)
     seen_from = torch.as_tensor(positions, device=ik.device)
     hidden = (at[None, :] > seen_from[:, None]) | (at[None, :] < start)
-    scores = (iq.float() @ ik.float().T).masked_fill(hidden, float("-inf"))
-    return torch.softmax(scores, dim=-1)
+    scores = torch.matmul(iq.float(), ik.float().transpose(1, 2))
+    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1).mean(dim=0)
