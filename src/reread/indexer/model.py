@@ -3,8 +3,8 @@ width d from the layer's input, rotary positions, scores shared by all heads of 
 
 score(t, j) = <R_t W_q x_t, R_j W_k x_j> / sqrt(d); softmax over the past is the prediction of P.
 
-Head-collapsed is one such pair (heads=1), which is what the kernels serve. Several index heads, whose
-predictions are averaged, are there to be compared with it.
+Head-collapsed is one such pair (heads=1), which is what the kernels serve. Several index heads,
+whose predictions are averaged, are there to be compared with it.
 """
 
 from __future__ import annotations
