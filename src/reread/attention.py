@@ -4,17 +4,19 @@ slow or fast."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .config import Config
-from .kv import CompactKV, GrowingKV
+from .indexer.apply import choose_keys
+from .kv import CompactKV
+from .layer import LayerState
 from .ops.reference import attend
 from .policy.selector import select
-from .types import KVView, StepKind
+from .types import KVView, Selection, StepKind
 
 HOST = "reference"  # row by row is the reference's way, on any device; the kernels' is `device`
 DEFAULT_ROOM = 64  # steps that a compact copy has room for where no interval bounds them
@@ -59,80 +61,21 @@ class Meter:
         self.keys_cached += cached * layers
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRow:
-    """What one row's fast steps read on the GPU, where the arena holds the positions.
-
-    Attributes:
-        window_start: first position of the recent window.
-        count: selected positions per KV head.
-    """
-
-    window_start: int
-    count: int
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class LayerState:
-    """One full-attention layer of one conversation.
-
-    Attributes:
-        kv: all keys and values.
-        chosen: per row what fast steps read (a copy on the CPU, on the GPU what the arena holds),
-            None before the first selection or after it was invalidated.
-        tail: the last W queries of the prefill, [B, H, <= W, D], evidence for a selection without
-            a slow step.
-        tail_positions: int64 [B, <= W], where those queries stand in the cache, -1 for padding.
-        tail_end: cached columns when the tail was taken.
-        scale: factor on the logits, as the prefill used it.
-    """
-
-    kv: GrowingKV = field(default_factory=GrowingKV)
-    chosen: list[CompactKV | DeviceRow | None] = field(default_factory=list)
-    tail: Tensor | None = None
-    tail_positions: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
-    tail_end: int = 0
-    scale: float = 1.0
-
-    def invalidate(self) -> None:
-        """Forget selections and tail: the cache changed in a way that they do not know."""
-        self.chosen = [None] * len(self.chosen)
-        self.tail, self.tail_end = None, 0
-
-    def remember_tail(self, q: Tensor, width: int, exist: Tensor | None = None) -> None:
-        """Keep each row's newest `width` prefill queries, whatever the chunks and the padding.
-
-        Args:
-            q: [B, H, T, D] after RoPE; exist: bool [B, T], False for padding (None: no padding).
-        """
-        rows, new = q.shape[0], q.shape[2]
-        start = self.kv.length - new
-        positions = torch.arange(start, start + new).expand(rows, -1)
-        if exist is not None:
-            positions = positions.where(exist.cpu(), -1)
-        if self.tail is not None and self.tail_end == start:
-            q = torch.cat([self.tail, q], dim=2)
-            positions = torch.cat([self.tail_positions, positions], dim=1)
-        # newest last; padding moves to the front and drops out
-        order = (positions >= 0).long().argsort(dim=1, stable=True)[:, -width:]
-        columns = order.to(q.device)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-        self.tail = q.gather(2, columns)
-        self.tail_positions = positions.gather(1, order)
-        self.tail_end = self.kv.length
-
-    def can_select(self, row: int) -> bool:
-        """Whether a fast step of `row` would know what to read."""
-        return self.chosen[row] is not None or self.tail is not None
-
-
 @torch.no_grad()
 def decode_step(
-    state: LayerState, q: Tensor, plan: StepPlan, config: Config, scale: float, meter: Meter
+    state: LayerState,
+    q: Tensor,
+    plan: StepPlan,
+    config: Config,
+    scale: float,
+    meter: Meter,
+    iq: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token per row; its key and value are already in `state.kv`.
 
     Args:
         q: [B, H, D].
+        iq: [B, n, 1, d] index queries, in mode "indexed".
 
     Returns:
         [B, H, Dv].
@@ -145,7 +88,10 @@ def decode_step(
         row = view.row(b)
         cached = plan.length - plan.starts[b] if plan.valid is None else int(plan.valid[b].sum())
         read = cached
-        if kind is StepKind.FAST:
+        if kind is StepKind.FAST and config.mode == "indexed":
+            assert iq is not None, "mode indexed needs index queries"
+            out[b], read = _indexed(state, b, q[b : b + 1], row, config, scale, iq[b])
+        elif kind is StepKind.FAST:
             out[b], read = _fast(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
             out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale, backend=HOST))
@@ -172,6 +118,33 @@ def _fast(
         compact = state.chosen[b] = _select_from_tail(state, b, row, config, scale)
     compact.append(row.k[0, :, -1], row.v[0, :, -1])
     return attend(q, compact.keys, compact.values, scale), compact.count
+
+
+def _indexed(
+    state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float, iq: Tensor
+) -> tuple[Tensor, int]:
+    low, high = allowed_span(row, config)
+    found = choose_keys(
+        iq, state.kv.index[b], low, high, row.starts[0], config.k,
+        None if row.valid is None else row.valid[0],
+    )  # fmt: skip
+    shared = found.expand(1, row.k.shape[1], -1)
+    counts = torch.full(shared.shape[:2], found.numel(), dtype=torch.int32, device=q.device)
+    window = min(high, row.lengths[0])
+    selection = Selection(shared, counts)
+    out = ops.decode_sparse(
+        q, row, selection, [window], sink=low - row.starts[0], scale=scale, backend=HOST
+    )
+    return out[0], reads(row, window, low - row.starts[0]) + found.numel()
+
+
+def reads(row: KVView, window: int, sink: int) -> int:
+    """Keys of sink and recent window that exist."""
+    start, length = row.starts[0], row.lengths[0]
+    if row.valid is None:
+        return min(sink, window - start) + length - window
+    valid = row.valid[0]
+    return int(valid[start : min(start + sink, window)].sum() + valid[window:length].sum())
 
 
 def _slow(

@@ -4,89 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
-from .checks import is_real, require, require_bool, require_int, require_real
+from .checks import require, require_bool, require_int
+from .decoding import SelectorConfig, TriggerConfig
 from .errors import ConfigError
 from .prefilling import SparsePrefill
 from .refinements import REFINEMENTS, Refinement, SoftNMS, Span
 
-Mode = Literal["slow-fast", "dense"]
+Mode = Literal["slow-fast", "indexed", "dense"]
 Backend = Literal["auto", "reference", "triton"]
 Runner = Literal["auto", "graph", "eager"]
-PresetName = Literal["default", "paper", "dense"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriggerConfig:
-    """When the next decode step of a row is slow. Any of the triggers suffices.
-
-    Attributes:
-        boundary: the previous token ends a sentence or a line (token ids taken from the
-            tokenizer's vocabulary).
-        t_max: at the latest every `t_max` steps; 1 makes every step slow, None switches the
-            interval off.
-        uncertainty: entropy of the previous step's output distribution above this many nats; None
-            switches it off.
-        first_step: the first decode step after a prefill is slow; otherwise it uses what the
-            prefill's last `selector.tail_queries` queries chose. Queries of a prefix that was
-            cached outside reread are not known; fewer remain as evidence then.
-    """
-
-    boundary: bool = True
-    t_max: int | None = 16
-    uncertainty: float | None = None
-    first_step: bool = True
-
-    def __post_init__(self) -> None:
-        require_bool("triggers.boundary", self.boundary)
-        require_bool("triggers.first_step", self.first_step)
-        if self.t_max is not None:
-            require_int("triggers.t_max", self.t_max, 1)
-        if self.uncertainty is not None:
-            require_real("triggers.uncertainty", self.uncertainty, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectorConfig:
-    """Constants of the Selector (SFI equations; spec letters in brackets).
-
-    Attributes:
-        tail_queries: [W] prefill queries that serve as evidence for the first selection.
-        alpha: [alpha] exponent of the evidence's power mean.
-        lambda_clip: [lambda_clip] largest weight of the prior; 0 switches the prior off.
-        gamma: [gamma] exponent of the key-norm prior.
-        beta, p, eta: [beta, p, eta] the position prior exp(-beta u^p) (1 - u + eps)^eta.
-        refine: SoftNMS, Span, or None.
-        alpha_cross: [alpha_cross] strength of cross-head exclusivity; 0 switches it off.
-        temperature: [T] of the softmax over KV heads in cross-head exclusivity.
-        eps: [eps].
-    """
-
-    tail_queries: int = 16
-    alpha: float = 0.5
-    lambda_clip: float = 0.0
-    gamma: float = 0.5
-    beta: float = 1.0
-    p: float = 1.0
-    eta: float = 2.0
-    refine: Refinement | None = field(default_factory=Span)
-    alpha_cross: float = 0.0
-    temperature: float = 1.0
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        require_int("selector.tail_queries", self.tail_queries, 1)
-        require_real("selector.lambda_clip", self.lambda_clip, 0.0, 1.0)
-        for name in ("gamma", "beta", "p", "eta", "alpha_cross"):
-            require_real(f"selector.{name}", getattr(self, name), 0.0)
-        for name in ("alpha", "temperature", "eps"):
-            value = getattr(self, name)
-            require(is_real(value) and value > 0, f"selector.{name}", value, "a number above 0")
-        ok = self.refine is None or isinstance(self.refine, SoftNMS | Span)
-        require(ok, "selector.refine", self.refine, "SoftNMS(...), Span(...) or None")
+PresetName = Literal["default", "paper", "indexed", "dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +26,13 @@ class Config:
     """Everything that decides what reread does to a model. Frozen: change it with `updated`.
 
     Attributes:
-        mode: "slow-fast", or "dense": every step reads everything, from the same cache.
+        mode: "slow-fast"; "indexed": an indexer chooses the keys of every decode step anew, and
+            steps that a trigger makes slow read everything; or "dense": every step reads
+            everything, from the same cache.
+        indexer: folder of the indexer for mode "indexed"; None: that of `prefill`.
         sink: first positions of a row, always read.
         recent: newest positions, always read; at least 1, the current token is one of them.
-        k: selected positions per KV head.
+        k: selected positions per KV head; in mode "indexed" all KV heads share them.
         triggers: when a step is slow.
         selector: how a slow step chooses.
         prefill: how a prompt is read sparsely; None: by the model's own dense attention.
@@ -113,6 +48,7 @@ class Config:
     """
 
     mode: Mode = "slow-fast"
+    indexer: str | None = None
     sink: int = 4
     recent: int = 256
     k: int = 512
@@ -131,6 +67,10 @@ class Config:
         ):
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {', '.join(choices)}")
+        if isinstance(self.indexer, os.PathLike):
+            object.__setattr__(self, "indexer", os.fspath(self.indexer))
+        ok = self.indexer is None or (isinstance(self.indexer, str) and self.indexer != "")
+        require(ok, "indexer", self.indexer, "the folder of an indexer, or None")
         require_int("sink", self.sink, 0)
         require_int("recent", self.recent, 1)
         require_int("k", self.k, 1)
@@ -143,6 +83,22 @@ class Config:
         )
         ok = self.prefill is None or isinstance(self.prefill, SparsePrefill)
         require(ok, "prefill", self.prefill, "a SparsePrefill or None")
+        other = None if self.prefill is None else self.prefill.indexer
+        same = None in (self.indexer, other) or self.indexer == other
+        require(same, "indexer", self.indexer, f"the prefill's, {other!r}: one model has one")
+        used = self.indexer is None or self.uses_indexer
+        require(used, "indexer", self.indexer, "None, for neither mode nor prefill uses one")
+
+    @property
+    def indexer_folder(self) -> str | None:
+        """Where the indexer lies that decoding or prefill uses."""
+        return self.indexer or (None if self.prefill is None else self.prefill.indexer)
+
+    @property
+    def uses_indexer(self) -> bool:
+        """Whether an indexer chooses anything."""
+        of_prefill = self.prefill is not None and self.prefill.chooser == "indexer"
+        return self.mode == "indexed" or of_prefill
 
     @property
     def budget(self) -> int:
@@ -151,7 +107,8 @@ class Config:
 
     @classmethod
     def preset(cls, name: str) -> Config:
-        """The named configuration: "default", "paper" (SFI's own constants) or "dense".
+        """The named configuration: "default", "paper" (SFI's own constants), "indexed" (it needs an
+        indexer besides) or "dense".
 
         Raises:
             ConfigError: `name` is none of them.
@@ -179,7 +136,8 @@ class Config:
         last part ("t_max").
 
         Letter case does not matter ("K", "T_max"). `refine` takes "span", "soft_nms", "none" or a
-        dict with "kind"; `prefill` takes "oracle", "sampled", "none" or a dict of its values.
+        dict with "kind"; `prefill` takes "indexer", "oracle", "sampled", "none" or a dict of its
+        values.
 
         Raises:
             ConfigError: a key that is unknown or ambiguous, or a value that cannot be right.
@@ -287,9 +245,19 @@ def _paper() -> Config:
     )
 
 
+def _indexed() -> Config:
+    # chosen anew at every step, so nothing needs a step that reads everything
+    return Config(
+        mode="indexed",
+        k=256,
+        triggers=TriggerConfig(boundary=False, t_max=None, first_step=False),
+    )
+
+
 _PRESETS: dict[str, Callable[[], Config]] = {
     "default": Config,
     "paper": _paper,
+    "indexed": _indexed,
     "dense": lambda: Config(mode="dense"),
 }
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .attention import DeviceRow, LayerState, Meter, StepPlan
+from .attention import Meter, StepPlan
 from .config import Config
 from .cuda import Staging
 from .errors import UnsupportedError
 from .kv import Buffers
 from .lanes import DEFAULT_OVERLAP, Lanes, Overlap
+from .layer import DeviceRow, LayerState
 from .ops import refusal
 from .steps import FIELDS, RowStep, StepShape
 from .types import StepKind

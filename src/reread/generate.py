@@ -11,6 +11,7 @@ from torch import Tensor
 from .checks import is_int
 from .config import Config
 from .errors import InputError
+from .indexer.model import Indexer
 from .integrations.hf.attach import attach
 from .stats import Stats
 
@@ -36,6 +37,7 @@ def generate(
     config: Config | None = None,
     max_new_tokens: int,
     tokenizer: Any = None,
+    indexer: Indexer | None = None,
     prefill_chunk: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
@@ -48,7 +50,7 @@ def generate(
         attention_mask: [B, T], 0 for padding; None: no padding.
         config: None is `Config.preset("default")`.
         max_new_tokens: at most this many new tokens per row, at least 1.
-        tokenizer, progress: as for `attach`.
+        tokenizer, indexer, progress: as for `attach`.
         prefill_chunk: tokens per prefill pass, None for all at once; the result does not depend on
             it.
         options: further arguments of transformers' `generate` (do_sample, streamer,
@@ -66,7 +68,7 @@ def generate(
         raise InputError(
             "return_dict_in_generate: use `attach` and model.generate for transformers' own output"
         )
-    with attach(model, config, tokenizer=tokenizer, progress=progress) as session:
+    with attach(model, config, tokenizer=tokenizer, indexer=indexer, progress=progress) as session:
         sequences = model.generate(
             input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import InputError
 from .ops import MAX_LENGTH
 from .types import KVView
 
@@ -24,20 +25,25 @@ class Buffers:
     Attributes:
         k, v: [B, Hkv, capacity, D].
         norms: fp32 [B, Hkv, capacity], where they are kept.
+        index: [B, n, capacity, d] keys of an indexer, where there is one.
     """
 
     k: Tensor
     v: Tensor
     norms: Tensor | None
+    index: Tensor | None = None
 
     def __eq__(self, other: object) -> bool:
         """The same memory, not the same values."""
         return isinstance(other, Buffers) and (
-            self.k is other.k and self.v is other.v and self.norms is other.norms
+            self.k is other.k
+            and self.v is other.v
+            and self.norms is other.norms
+            and self.index is other.index
         )
 
     def __hash__(self) -> int:
-        return hash((id(self.k), id(self.v), id(self.norms)))
+        return hash((id(self.k), id(self.v), id(self.norms), id(self.index)))
 
 
 class GrowingKV:
@@ -45,7 +51,8 @@ class GrowingKV:
     a row.
 
     Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
-    key). `moves` counts how often the memory became another.
+    key). An indexer's keys lie beside them too; `indexed` positions have one. `moves` counts how
+    often the memory became another.
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
@@ -56,6 +63,8 @@ class GrowingKV:
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._norms: Tensor | None = None
+        self._index: Tensor | None = None
+        self.indexed = 0
 
     def reserve(self, positions: int) -> None:
         """Ask for room for `positions` in total at the next growth, so that a known length is
@@ -75,7 +84,26 @@ class GrowingKV:
             self._norms[:, :, self.length : end] = norms
         self.length = end
 
-    def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
+    def append_index(self, keys: Tensor) -> None:
+        """Write the index keys [B, n, T, d] of the newest T positions.
+
+        Raises:
+            InputError: positions before those have none.
+        """
+        first = self.length - keys.shape[2]
+        if self.indexed < first:
+            raise InputError(
+                f"the cache holds {first} tokens, of {self.indexed} the indexer has read: "
+                "read the whole text with the indexer attached"
+            )
+        self._index = self._room(self._index, keys, self.length, self.indexed)
+        self._index[:, :, first : self.length] = keys.detach()
+        self.indexed = self.length
+
+    def _room(
+        self, buffer: Tensor | None, new: Tensor, end: int, filled: int | None = None
+    ) -> Tensor:
+        """A buffer that holds `end` positions; `filled` of them, or all cached, are kept."""
         if buffer is not None and buffer.shape[2] >= end:
             return buffer
         self.moves += 1
@@ -90,26 +118,30 @@ class GrowingKV:
                 (*new.shape[:2], capacity, *new.shape[3:]), dtype=new.dtype, device=new.device
             )
         if buffer is not None:
-            grown[:, :, : self.length] = buffer[:, :, : self.length]
+            kept = self.length if filled is None else filled
+            grown[:, :, :kept] = buffer[:, :, :kept]
         return grown
 
     def buffers(self) -> Buffers:
         """The memory itself; it must have been written once."""
         assert self._k is not None
         assert self._v is not None
-        return Buffers(self._k, self._v, self._norms)
+        return Buffers(self._k, self._v, self._norms, self._index)
 
     def use(self, buffers: Buffers) -> None:
         """Write into memory that is there already; only while nothing is cached."""
         assert self.length == 0
         self.moves += 1
         self._k, self._v, self._norms = buffers.k, buffers.v, buffers.norms
+        self._index = buffers.index
         self.with_norms = buffers.norms is not None
 
     def advance(self) -> None:
         """One position was written by somebody else: a captured step."""
         assert self._k is not None
         assert self.length < self._k.shape[2]
+        if self._index is not None and self.indexed == self.length:
+            self.indexed += 1
         self.length += 1
 
     def ensure_room(self) -> None:
@@ -121,6 +153,15 @@ class GrowingKV:
         self._v = self._room(self._v, self._v, end)
         if self._norms is not None:
             self._norms = self._room(self._norms, self._norms, end)
+        if self._index is not None:
+            self._index = self._room(self._index, self._index, end, self.indexed)
+
+    @property
+    def index(self) -> Tensor:
+        """[B, n, L, d] index keys of all cached positions, a view."""
+        assert self._index is not None
+        assert self.indexed == self.length
+        return self._index[:, :, : self.length]
 
     @property
     def keys(self) -> Tensor:
@@ -147,12 +188,14 @@ class GrowingKV:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys, values and norms, room for growth included."""
-        return sum(t.nbytes for t in (self._k, self._v, self._norms) if t is not None)
+        buffers = (self._k, self._v, self._norms, self._index)
+        return sum(t.nbytes for t in buffers if t is not None)
 
     def crop(self, length: int) -> None:
         """Forget everything from position `length` on."""
         assert 0 <= length <= self.length
         self.length = length
+        self.indexed = min(self.indexed, length)
 
     def track_norms(self) -> None:
         """Start keeping key norms; those of keys already here are computed now."""
@@ -168,7 +211,7 @@ class GrowingKV:
     def reindex(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64), in that order."""
         self.moves += 1
-        for name in ("_k", "_v", "_norms"):
+        for name in ("_k", "_v", "_norms", "_index"):
             buffer = getattr(self, name)
             if buffer is not None:
                 with torch.inference_mode(False):

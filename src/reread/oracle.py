@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .policy.selector import NEG_INF, top_k
+from .ops.reference import best
+from .policy.selector import NEG_INF
 from .prefilling import SparsePrefill
 from .types import BlockSelection
 
@@ -44,65 +46,31 @@ def sampled_queries(edges: Sequence[int], samples: int | None) -> list[list[int]
     return out
 
 
+class Blocks(Protocol):
+    """Blocks of one row's queries: see `prefill.Piece`."""
+
+    @property
+    def edges(self) -> tuple[int, ...]: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
 def choose(
-    q: Tensor,
-    k: Tensor,
-    start: int,
-    edges: Sequence[int],
-    windows: Sequence[int],
-    config: SparsePrefill,
-    scale: float,
+    q: Tensor, k: Tensor, start: int, blocks: Blocks, config: SparsePrefill, scale: float
 ) -> BlockSelection:
     """What each block of one row's queries may read besides sink and window.
 
     Args:
         q: [H, N, D], queries at positions edges[0] to edges[-1]; k: [Hkv, L, D].
-        edges: first position of each block, then one past the last query.
-        windows: per block, where what is always read begins.
     """
-    asked = sampled_queries(edges, None if config.chooser == "oracle" else config.samples)
+    asked = sampled_queries(blocks.edges, None if config.chooser == "oracle" else config.samples)
     positions = torch.tensor([p for block in asked for p in block], device=k.device)
-    mass = attention_mass(q[:, positions - edges[0]], k, positions, start, scale)
+    mass = attention_mass(q[:, positions - blocks.edges[0]], k, positions, start, scale)
     block = torch.repeat_interleave(
         torch.arange(len(asked), device=k.device),
         torch.tensor([len(b) for b in asked], device=k.device),
     )
     means = mass.new_zeros(len(asked), k.shape[1]).index_add_(0, block, mass)
-    return best(means, start + config.sink, edges, windows, config, start)
-
-
-def block_sizes(
-    low: int, edges: Sequence[int], windows: Sequence[int], config: SparsePrefill, start: int
-) -> tuple[int, ...]:
-    """How many positions each block chooses: its budget, or all of its candidates [low, window)."""
-    budgets = [config.budget(after - start) for after in edges[1:]]
-    return tuple(
-        max(0, min(budget, window - low)) for budget, window in zip(budgets, windows, strict=True)
-    )
-
-
-def best(
-    scores: Tensor,
-    low: int,
-    edges: Sequence[int],
-    windows: Sequence[int],
-    config: SparsePrefill,
-    start: int,
-) -> BlockSelection:
-    """The largest scores of each block's candidates, ties to the lower position.
-
-    Args:
-        scores: fp32 [Nq, L]; low: first candidate; the block's window ends them.
-    """
-    sizes = block_sizes(low, edges, windows, config, start)
-    width = max([*sizes, 1])
-    at = torch.arange(scores.shape[1], device=scores.device)
-    ends = torch.tensor(windows, device=scores.device)
-    scores = scores.masked_fill((at < low) | (at[None, :] >= ends[:, None]), NEG_INF)
-    indices = torch.full((len(sizes), width), -1, dtype=torch.int32, device=scores.device)
-    # blocks of one size are chosen together; a schedule gives many blocks the same size
-    for size in sorted(set(sizes) - {0}):
-        rows = torch.tensor([n for n, s in enumerate(sizes) if s == size], device=scores.device)
-        found, _ = top_k(scores[rows], size)
-        indices[rows, :size] = found.to(torch.int32)
-    return BlockSelection(indices, sizes)
+    return best(means, start + config.sink, blocks.windows, blocks.sizes)

@@ -4,17 +4,19 @@ that."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .attention import LayerState
-from .ops import prefill_sparse
-from .oracle import block_sizes, choose
+from .layer import LayerState
+from .ops import indexer_topk, prefill_sparse
+from .oracle import choose
 from .prefilling import SparsePrefill
 
+# blocks that end before it are faster dense on the GPU: benchmarks/results/gpu_prefill.json
+CROSSOVER = 6144
 PIECE_BYTES = 1 << 29  # of fp32 logits at a time: 128K keys of 32 heads by 32 queries
 
 
@@ -46,12 +48,21 @@ class Piece:
         first, last: [first, last) cache positions of the queries.
         edges: first position of each block, then `last`.
         windows: per block, where what is always read begins.
+        sizes: per block, how many positions before its window it chooses.
     """
 
     first: int
     last: int
     edges: tuple[int, ...]
     windows: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def resolved(config: SparsePrefill, backend: str) -> SparsePrefill:
+    """`config` with the length up to which this backend reads densely."""
+    if config.dense_below is not None:
+        return config
+    return replace(config, dense_below=CROSSOVER if backend == "triton" else 0)
 
 
 def prefill_step(
@@ -61,11 +72,14 @@ def prefill_step(
     config: SparsePrefill,
     scale: float,
     meter: PrefillMeter,
+    iq: Tensor | None = None,
+    backend: str = "reference",
 ) -> Tensor | None:
     """Attention of the newest T positions of every row; their keys and values are in `state.kv`.
 
     Args:
         q: [B, H, T, D]; starts: per row, the first position that is no padding.
+        iq: [B, n, T, d] index queries, for the chooser "indexer"; the index keys are in `state.kv`.
 
     Returns:
         [B, H, T, Dv]; None where no query would leave anything out, so that dense may run.
@@ -75,14 +89,19 @@ def prefill_step(
         for start in starts:
             meter.dense(kv.length - q.shape[2], kv.length, start)
         return None
-    rows = zip(q, kv.keys, kv.values, starts, strict=True)
-    return torch.stack([prefill_row(*row, config, scale, meter) for row in rows])
+    out = torch.empty(*q.shape[:3], kv.values.shape[3], dtype=q.dtype, device=q.device)
+    for b, start in enumerate(starts):
+        index = None if iq is None else (iq[b], kv.index[b])
+        row = (q[b], kv.keys[b], kv.values[b], start, config, scale, meter)
+        out[b] = prefill_row(*row, index=index, backend=backend)
+    return out
 
 
 @torch.no_grad()
 def prefill_row(
     q: Tensor, k: Tensor, v: Tensor, start: int, config: SparsePrefill, scale: float,
-    meter: PrefillMeter,
+    meter: PrefillMeter, *, index: tuple[Tensor, Tensor] | None = None,
+    backend: str = "reference",
 ) -> Tensor:  # fmt: skip
     """Attention of the newest T positions of one row, the last of L.
 
@@ -90,6 +109,7 @@ def prefill_row(
         q: [H, T, D]; k: [Hkv, L, D]; v: [Hkv, L, Dv]: original projections, so that only what is
             read differs from dense attention.
         start: first position that is no padding.
+        index: queries [n, T, d] and keys [n, L, d] of an indexer.
 
     Returns:
         [H, T, Dv]; zeros where the query is padding.
@@ -97,15 +117,24 @@ def prefill_row(
     length = k.shape[1]
     offset = length - q.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    for piece in pieces(max(offset, start), length, start, config, q.shape[0]):
+    logits = 1 if backend == "triton" and config.chooser == "indexer" else q.shape[0]
+    for piece in pieces(max(offset, start), length, start, config, logits):
         at = slice(piece.first - offset, piece.last - offset)
-        seen_k, seen_v = k[:, : piece.last], v[:, : piece.last]
-        selection = choose(q[:, at], seen_k, start, piece.edges, piece.windows, config, scale)
+        seen = slice(0, piece.last)
+        if index is not None and config.chooser == "indexer":
+            selection = indexer_topk(
+                index[0][:, at], index[1][:, seen],
+                start=start, edges=piece.edges, windows=piece.windows, sizes=piece.sizes,
+                sink=config.sink, backend=backend,
+            )  # fmt: skip
+        else:
+            selection = choose(q[:, at], k[:, seen], start, piece, config, scale)
         out[:, at] = prefill_sparse(
-            q[:, at], seen_k, seen_v, selection,
+            q[:, at], k[:, seen], v[:, seen], selection,
             start=start, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
+            backend=backend,
         )  # fmt: skip
-        _count(piece, selection.sizes, start, config.sink, meter)
+        _count(piece, start, config.sink, meter)
     return out
 
 
@@ -119,34 +148,38 @@ def pieces(first: int, last: int, start: int, config: SparsePrefill, heads: int)
         edges = [first]
         while edges[-1] < end:
             edges.append(min(end, start + ((edges[-1] - start) // block + 1) * block))
-        low = start + config.sink
-        windows = tuple(max(min(low, edge), edge - config.local + 1) for edge in edges[:-1])
-        yield Piece(first, end, tuple(edges), windows)
+        low, dense = start + config.sink, config.dense_below or 0
+        windows, sizes = [], []
+        for edge, after in pairwise(edges):
+            # a block near the row's beginning reads everything
+            sparse = after - start > dense
+            window = max(min(low, edge), edge - config.local + 1) if sparse else start
+            windows.append(window)
+            sizes.append(max(0, min(config.budget(after - start), window - low)))
+        yield Piece(first, end, tuple(edges), tuple(windows), tuple(sizes))
         first = end
 
 
 def covers(start: int, length: int, config: SparsePrefill) -> bool:
     """Whether every query up to `length` reads everything: nothing would be left out."""
     candidates = length - start - config.sink - config.local
-    return candidates <= config.budget(length - start)
+    read_all = length - start <= (config.dense_below or 0)
+    return read_all or candidates <= config.budget(length - start)
 
 
 def share_read(length: int, config: SparsePrefill) -> float:
     """Share of the keys of dense causal attention that a prefill of `length` tokens reads."""
     meter = PrefillMeter()
     for piece in pieces(0, length, 0, config, heads=1):
-        sizes = block_sizes(config.sink, piece.edges, piece.windows, config, 0)
-        _count(piece, sizes, 0, config.sink, meter)
+        _count(piece, 0, config.sink, meter)
     return meter.share
 
 
-def _count(
-    piece: Piece, chosen: tuple[int, ...], start: int, sink: int, meter: PrefillMeter
-) -> None:
-    """chosen: per block. Everything is known on the host."""
+def _count(piece: Piece, start: int, sink: int, meter: PrefillMeter) -> None:
+    """Everything is known on the host."""
     for n, (edge, after) in enumerate(pairwise(piece.edges)):
         window = piece.windows[n]
-        fixed = min(sink, window - start) + chosen[n]
+        fixed = min(sink, window - start) + piece.sizes[n]
         for position in (edge, after - 1):  # the mean of first and last, times the queries
             meter.read += (fixed + position + 1 - window) * (after - edge)
             meter.cached += (position + 1 - start) * (after - edge)

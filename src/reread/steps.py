@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .attention import DeviceRow, StepPlan
+from .attention import StepPlan
 from .config import Config
+from .layer import DeviceRow
 from .types import StepKind
 
 # rows of the step tensor, int32 [len(FIELDS), B]

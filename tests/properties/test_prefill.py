@@ -16,7 +16,7 @@ from reread import ops
 from reread.config import SparsePrefill
 from reread.errors import ConfigError
 from reread.oracle import attention_mass, best, choose, sampled_queries
-from reread.prefill import PrefillMeter, covers, pieces, prefill_row
+from reread.prefill import Piece, PrefillMeter, covers, pieces, prefill_row
 from reread.types import BlockSelection
 
 SCALE = 0.3
@@ -167,15 +167,14 @@ def test_pieces_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ties_go_to_the_lower_position() -> None:
     scores = torch.ones(2, 20)
-    config = SparsePrefill(k=3, b_sel=4, sink=2, local=2)
-    got = best(scores, 2, (12, 16, 20), (11, 15), config, 0)
+    got = best(scores, 2, (11, 15), (3, 3))
     assert got.indices.tolist() == [[2, 3, 4], [2, 3, 4]]
     assert got.sizes == (3, 3)
 
 
 def test_blocks_without_candidates_choose_nothing() -> None:
     scores = torch.ones(2, 8)
-    got = best(scores, 4, (0, 4, 8), (0, 3), SparsePrefill(k=3), 0)
+    got = best(scores, 4, (0, 3), (0, 0))
     assert got.sizes == (0, 0)
     assert bool((got.indices == -1).all())
 
@@ -205,11 +204,11 @@ def test_samples_are_within_their_block_and_end_with_its_last(
 
 def test_sampling_every_query_is_the_oracle() -> None:
     q, k, _ = make(40, 40)
-    edges, windows = (0, 16, 32, 40), (0, 10, 26)
+    blocks = Piece(0, 40, (0, 16, 32, 40), (0, 10, 26), (0, 5, 5))
     oracle = SparsePrefill(k=5, b_sel=16, sink=2, local=7)
     every = SparsePrefill(k=5, b_sel=16, sink=2, local=7, chooser="sampled", samples=16)
-    want = choose(q, k, 0, edges, windows, oracle, SCALE)
-    got = choose(q, k, 0, edges, windows, every, SCALE)
+    want = choose(q, k, 0, blocks, oracle, SCALE)
+    got = choose(q, k, 0, blocks, every, SCALE)
     assert torch.equal(got.indices, want.indices)
 
 

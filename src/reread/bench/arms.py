@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..attention import LayerState
 from ..config import Config
 from ..device import Arena
 from ..errors import InputError
+from ..layer import LayerState
 from ..ops import reference
 from ..steps import StepShape
 from ..types import KVView, Selection

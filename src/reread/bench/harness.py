@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import DeviceRow, LayerState, StepPlan
+from ..attention import StepPlan
 from ..config import Config
 from ..device import Arena
 from ..integrations.hf.graph import StepGraphs, Weights
+from ..layer import DeviceRow, LayerState
 from ..shapes import Shape
 from ..steps import StepShape
 from ..types import StepKind

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..attention import LayerState
 from ..cuda import check_memory, free_memory
 from ..errors import InputError
 from ..kv import Buffers
+from ..layer import LayerState
 from ..shapes import Shape, hf_config
 
 SPREAD = 0.02  # standard deviation of the weights, as models of these families start from

@@ -1,4 +1,5 @@
-"""The `reread` command: generate, compare, demo, info, plan, bench.
+"""The `reread` command: generate, compare, demo, info, plan, bench,
+distill.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
 torch and transformers are imported only once a command runs.
@@ -10,6 +11,7 @@ import typer
 
 from . import commands
 from .bench import DecodeOptions, KernelOptions, decode_command, kernel_command
+from .distill import DistillOptions, distill_command
 from .options import Options, command
 from .plan import PlanOptions, plan_command
 
@@ -23,6 +25,7 @@ app = typer.Typer(
 for run in (commands.generate, commands.compare, commands.demo, commands.info):
     app.command()(command(run, Options))
 app.command("plan")(command(plan_command, PlanOptions))
+app.command("distill")(command(distill_command, DistillOptions))
 bench = typer.Typer(help="Time kernels or whole decode steps on this GPU.", no_args_is_help=True)
 bench.command("decode")(command(decode_command, DecodeOptions))
 bench.command("kernel")(command(kernel_command, KernelOptions))

@@ -19,15 +19,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import InputError
+from .checkpoint import write_tensors
 
 WEIGHTS = "indexer.safetensors"
 FORMAT = "1"
-# what of a config says nothing about the weights that an indexer was trained for
-VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+# what of a config decides the shapes and positions that weights are trained for; what else a config
+# holds differs between releases of transformers
+DEFINING = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "layer_types",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +55,11 @@ class IndexerCard:
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
-def identity(config: Mapping[str, Any]) -> str:
-    """Hash of a backbone's text config (plain values), without what does not concern its
-    weights."""
-    kept = {k: v for k, v in config.items() if k not in VOLATILE and not k.startswith("_")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+def identity(config: Mapping[str, Any], sample: bytes = b"") -> str:
+    """Hash of what defines a backbone: its text config (plain values), and a sample of its
+    weights, by which two trainings of one architecture differ."""
+    kept = json.dumps({name: config.get(name) for name in DEFINING}, sort_keys=True, default=str)
+    return hashlib.sha256(kept.encode() + sample).hexdigest()
 
 
 class Indexer(nn.Module):
@@ -86,11 +90,14 @@ class Indexer(nn.Module):
         return rotate(split, positions.unsqueeze(-2), self.card.theta)
 
     def save(self, folder: Path) -> Path:
-        """Write weights and card into a folder, and return the file."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write weights and card into a folder, and return the file.
+
+        Raises:
+            InputError: it cannot be written; an older indexer there is untouched.
+        """
         path = folder / WEIGHTS
-        state = {name: value.contiguous() for name, value in self.state_dict().items()}
-        save_file(state, path, metadata={"format": FORMAT, "card": json.dumps(asdict(self.card))})
+        metadata = {"format": FORMAT, "card": json.dumps(asdict(self.card))}
+        write_tensors(path, self.state_dict(), metadata)
         return path
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -137,6 +137,7 @@ def prefill_sparse(
     windows: Sequence[int],
     sink: int,
     scale: float,
+    backend: str = "auto",
 ) -> Tensor:
     """Attention of consecutive queries of one row, each block of them over sink + selected +
     everything from its window on, causal to the token.
@@ -148,6 +149,7 @@ def prefill_sparse(
         edges: first position of each block, then one past the last query.
         windows: per block, first position of what it always reads, at most the block's first.
         sink: how many of the row's first positions are always read.
+        backend: as for `resolve_backend`.
 
     Returns:
         [H, N, Dv].
@@ -155,9 +157,47 @@ def prefill_sparse(
     assert q.shape[1] == edges[-1] - edges[0], "a query for each position"
     assert k.shape[1] == edges[-1], "keys up to the last query"
     assert len(windows) == len(selection.sizes) == len(edges) - 1
-    return reference.prefill_sparse(
+    run: Callable[..., Tensor] = reference.prefill_sparse
+    if resolve_backend(backend, q.device) == "triton":
+        from .triton import prefill_sparse as run
+    return run(
         q, k, v, selection, start=start, edges=edges, windows=windows, sink=sink, scale=scale
     )
+
+
+def indexer_topk(
+    iq: Tensor,
+    ik: Tensor,
+    *,
+    start: int,
+    edges: Sequence[int],
+    windows: Sequence[int],
+    sizes: Sequence[int],
+    sink: int,
+    backend: str = "auto",
+) -> BlockSelection:
+    """What an indexer chooses for each block of consecutive queries of one row: the positions in
+    [start + sink, window) whose score is the highest for any query of the block.
+
+    The score is iq . ik with one index head, and the mean of the heads' softmax with several (which
+    the kernels do not cover). Ties go to the lower position.
+
+    Args:
+        iq: [n, N, d] index queries at positions edges[0] to edges[-1]; ik: [n, L, d], L is
+            edges[-1].
+        start, edges, windows, sink: as for `prefill_sparse`.
+        sizes: per block, how many to choose, at most window - start - sink.
+        backend: as for `resolve_backend`.
+    """
+    assert iq.shape[1] == edges[-1] - edges[0], "an index query for each position"
+    assert ik.shape[1] == edges[-1], "index keys up to the last query"
+    assert len(windows) == len(sizes) == len(edges) - 1
+    run: Callable[..., BlockSelection] = reference.indexer_topk
+    if resolve_backend(backend, iq.device) == "triton":
+        from . import triton
+
+        run = triton.indexer_topk
+    return run(iq, ik, start=start, edges=edges, windows=windows, sizes=sizes, sink=sink)
 
 
 def tail_evidence(

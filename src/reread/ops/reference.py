@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..policy.selector import NEG_INF, allowed_probabilities, power_mean
+from ..policy.selector import NEG_INF, allowed_probabilities, power_mean, top_k
 from ..types import BlockSelection, KVView, Selection
 
 
@@ -154,3 +154,47 @@ def prefill_sparse(
     group = q.shape[0] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0)[None] for x in (k, v))
     return scaled_dot_product_attention(q[None], k, v, attn_mask=mask, scale=scale)[0]
+
+
+def indexer_topk(
+    iq: Tensor,
+    ik: Tensor,
+    *,
+    start: int,
+    edges: Sequence[int],
+    windows: Sequence[int],
+    sizes: Sequence[int],
+    sink: int,
+) -> BlockSelection:
+    """See `ops.indexer_topk`."""
+    scores = torch.matmul(iq.float(), ik.float().transpose(1, 2))
+    if len(scores) == 1:
+        scores = scores[0]
+    else:
+        at = torch.arange(ik.shape[1], device=ik.device)
+        seen_from = torch.arange(edges[0], edges[-1], device=ik.device)
+        hidden = (at[None, :] > seen_from[:, None]) | (at[None, :] < start)
+        scores = torch.softmax(scores.masked_fill(hidden, NEG_INF), dim=-1).mean(dim=0)
+    # candidates lie before all of a block's queries, so that causality hides none of them
+    blocks = [scores[a - edges[0] : b - edges[0]].amax(dim=0) for a, b in pairwise(edges)]
+    return best(torch.stack(blocks), start + sink, windows, sizes)
+
+
+def best(scores: Tensor, low: int, windows: Sequence[int], sizes: Sequence[int]) -> BlockSelection:
+    """The largest scores of each block's candidates, ties to the lower position.
+
+    Args:
+        scores: fp32 [Nq, L]; low: first candidate; the block's window ends them.
+        sizes: how many each block chooses, at most its candidates.
+    """
+    width = max([*sizes, 1])
+    at = torch.arange(scores.shape[1], device=scores.device)
+    ends = torch.tensor(windows, device=scores.device)
+    scores = scores.masked_fill((at < low) | (at[None, :] >= ends[:, None]), NEG_INF)
+    indices = torch.full((len(sizes), width), -1, dtype=torch.int32, device=scores.device)
+    # blocks of one size are chosen together; a schedule gives many blocks the same size
+    for size in sorted(set(sizes) - {0}):
+        rows = torch.tensor([n for n, s in enumerate(sizes) if s == size], device=scores.device)
+        found, _ = top_k(scores[rows], size)
+        indices[rows, :size] = found.to(torch.int32)
+    return BlockSelection(indices, tuple(sizes))

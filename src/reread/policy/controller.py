@@ -68,7 +68,7 @@ class Controller:
         config, triggers = self.config, self.config.triggers
         if config.mode == "dense" or (config.dense_below_budget and keys <= config.budget):
             return "full"
-        if not has_selection:
+        if not has_selection and config.mode != "indexed":
             return "first" if row.fresh else "no selection"
         if row.fresh and triggers.first_step:
             return "first"
@@ -92,7 +92,8 @@ class Controller:
             return StepKind.FAST
         row.since_slow = 0
         self.reasons[reason] += 1
-        return StepKind.SLOW
+        # an indexer chooses at every step: a slow one reads everything and chooses nothing
+        return StepKind.FULL if self.config.mode == "indexed" else StepKind.SLOW
 
     def observe_entropy(self, nats: Sequence[float]) -> None:
         """Tell the entropy of the step that just ran, per row (uncertainty trigger)."""

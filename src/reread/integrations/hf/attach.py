@@ -7,6 +7,7 @@ from typing import Any
 
 from ...config import Config
 from ...errors import ConfigError
+from ...indexer.model import Indexer
 from . import guard
 from .session import Progress, Session
 from .vocabulary import boundary_tokens, find_tokenizer
@@ -22,6 +23,7 @@ def attach(
     config: Config | None = None,
     *,
     tokenizer: Any = None,
+    indexer: Indexer | None = None,
     progress: Progress | None = None,
 ) -> Session:
     """Attach `model` to reread for the length of a `with` block; `model.generate` then decodes
@@ -38,6 +40,7 @@ def attach(
         config: what to do; None is `Config.preset("default")`.
         tokenizer: the model's tokenizer, for the boundary trigger. None: the one saved beside the
             model, if any.
+        indexer: one in memory, for a config that uses an indexer; None: from its folder.
         progress: called as progress(phase, done, total): phase "prefill" or "decode", tokens done
             of total (0: unknown).
 
@@ -55,14 +58,14 @@ def attach(
         raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
     boundary, note = None, ""
-    if config.mode == "slow-fast" and config.triggers.boundary:
+    if config.mode != "dense" and config.triggers.boundary:
         tokenizer = tokenizer if tokenizer is not None else find_tokenizer(model)
         if tokenizer is None:
             note = NO_TOKENIZER
             warnings.warn(note, stacklevel=2)
         else:
             boundary = boundary_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
-    session = Session(model, config, boundary, progress)
+    session = Session(model, config, boundary, progress, indexer)
     if note:
         session.notes.append(note)
     return session

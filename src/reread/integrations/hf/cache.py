@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ...attention import LayerState
 from ...errors import InputError, UnsupportedError
+from ...layer import LayerState
 
 
 class RereadLayer(DynamicLayer):

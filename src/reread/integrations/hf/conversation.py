@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ...attention import LayerState, StepPlan
+from ...attention import StepPlan
 from ...config import Config
 from ...device import Arena
 from ...errors import InputError, UnsupportedError
+from ...layer import LayerState
 from ...policy.controller import Controller
 from .cache import adopt
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...attention import DeviceRow, Meter, StepPlan, choose, tail_mass
+from ...attention import Meter, StepPlan, choose, tail_mass
 from ...config import Config
 from ...cuda import check_memory
 from ...device import HOLES, Arena
 from ...errors import RereadError, UnsupportedError
 from ...lanes import RING
+from ...layer import DeviceRow
 from ...steps import RowStep, StepShape
 from ...types import KVView, StepKind
 from .capturable import obstacle, unknown_argument

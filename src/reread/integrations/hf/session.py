@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,49 +13,28 @@ from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from ... import ops
-from ...attention import StepPlan, decode_step
+from ...attention import decode_step
 from ...config import Config
 from ...errors import InputError, UnsupportedError
+from ...indexer.model import Indexer
+from ...layer import LayerState
 from ...policy.trigger import entropy
-from ...prefill import prefill_step
+from ...prefill import prefill_step, resolved
 from ...stats import Stats
 from . import guard, interface
 from .arguments import flat, put
 from .cache import sparse_layers
-from .conversation import (
-    Conversation,
-    Conversations,
-    first_positions,
-    has_holes,
-    queries_that_exist,
-)
+from .call import Call, decode_call, prompt_call
+from .conversation import Conversations
+from .indexed import reader_of
 from .recorder import Observer, Recorder, end_tokens
-from .runner import DeviceStep, Runner
+from .runner import Runner
 
 NO_LAYERS = (
     "the model has no full-attention layer, so there is nothing to make sparse: it decodes as "
     "without reread"
 )
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(slots=True)
-class Call:
-    """The forward pass that is running.
-
-    Attributes:
-        plan: of a decode step; None in a prefill.
-        step: a decode step on the GPU, None elsewhere.
-        exist: bool [B, T] of a prefill's queries, False for padding; None: no padding.
-        starts: of a sparse prefill, the first position of each row that is no padding.
-    """
-
-    conversation: Conversation
-    plan: StepPlan | None
-    step: DeviceStep | None = None
-    exist: Tensor | None = None
-    starts: tuple[int, ...] = ()
-    intercepted: set[int] = field(default_factory=set)
 
 
 class Session:
@@ -68,7 +46,12 @@ class Session:
     """
 
     def __init__(
-        self, model: Any, config: Config, boundary: Tensor | None, progress: Progress | None
+        self,
+        model: Any,
+        config: Config,
+        boundary: Tensor | None,
+        progress: Progress | None,
+        indexer: Indexer | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -84,9 +67,11 @@ class Session:
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward
         self._backend = ops.resolve_backend(config.backend, model.device)
+        self._reader = reader_of(model, config, self._layers, indexer)
+        self._prefill = None if config.prefill is None else resolved(config.prefill, self._backend)
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
-            self._runner = Runner(model, config, self._layers)
+            self._runner = Runner(model, config, self._layers, self._reader)
 
     def __enter__(self) -> Session:
         name = type(self.model).__name__
@@ -129,6 +114,8 @@ class Session:
         while self._undo:
             self._undo.pop()()
         self._call = None
+        if self._reader is not None:
+            self._reader.stop()
 
     # -- generate and manual loops
 
@@ -195,6 +182,8 @@ class Session:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = flat(self._signature.bind_partial(*args, **kwargs))
         cache = given.get("cache", given.get("past_key_values"))
+        if self._reader is not None:
+            self._reader.stop()  # a forward that failed left its hooks
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if ids is not None else embeds
         self._call = None
@@ -204,27 +193,16 @@ class Session:
         if not self._layers:
             self._recorder.full_step(rows, new)
             return
-        conversation, recorder = self._conversations.of(cache, rows), self._recorder
-        if recorder.decoding and new == 1 and conversation.length:
-            counted = recorder.begin_step(conversation.controller, rows)
-            if self._runner is not None:
-                self._runner.prepare(conversation)
-            plan = conversation.plan(ids, given.get("attention_mask"), counted)
-            step = None if self._runner is None else self._runner.begin(conversation, plan)
-            self._call = Call(conversation, plan, step)
-            return
-        known = recorder.prompt + recorder.wanted if recorder.wanted else 0
-        columns = max(known, conversation.length + new)
-        conversation.prepare_prefill(columns)
-        if self._runner is not None:
-            holes = has_holes(given.get("attention_mask"), rows, conversation.length + new)
-            self._runner.prepare_prefill(conversation, columns, holes)
-        mask = given.get("attention_mask")
-        starts: tuple[int, ...] = ()
-        if self.config.prefill is not None:
-            starts = first_positions(mask, rows, conversation.length + new)
-        exist = queries_that_exist(mask, new)
-        self._call = Call(conversation, None, exist=exist, starts=starts)
+        conversation, mask = self._conversations.of(cache, rows), given.get("attention_mask")
+        if self._recorder.decoding and new == 1 and conversation.length:
+            call = decode_call(conversation, self._recorder, self._runner, ids, mask)
+        else:
+            sparse = self._prefill is not None or self._reader is not None
+            call = prompt_call(conversation, self._recorder, self._runner, new, mask, sparse)
+        self._call = call
+        captured = call.step is not None and self._runner and not self._runner.obstacle
+        if self._reader is not None and not captured:
+            self._reader.listen()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or a captured decode step in its place."""
@@ -256,26 +234,39 @@ class Session:
         call.intercepted.add(layer)
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        iq = (
+            None
+            if self._reader is None
+            else self._reader.read(module, layer, state.kv, call.starts)
+        )
         if call.plan is None:
-            state.scale = scale
-            state.remember_tail(query, self.config.selector.tail_queries, call.exist)
-            if self.config.prefill is None:
-                return None
-            sparse = prefill_step(
-                state, query, call.starts, self.config.prefill, scale, self._recorder.prefill
-            )
-            return None if sparse is None else sparse.transpose(1, 2)
+            return self._read(call, state, query, scale, iq)
         q = query[:, :, 0]
         if call.step is not None:
-            return call.step.arena.attend(layer, q, call.step.shape, scale).unsqueeze(1)
-        return decode_step(state, q, call.plan, self.config, scale, self._recorder.meter).unsqueeze(
-            1
-        )
+            return call.step.arena.attend(layer, q, call.step.shape, scale, iq=iq).unsqueeze(1)
+        meter = self._recorder.meter
+        return decode_step(state, q, call.plan, self.config, scale, meter, iq).unsqueeze(1)
+
+    def _read(
+        self, call: Call, state: LayerState, query: Tensor, scale: float, iq: Tensor | None
+    ) -> Tensor | None:
+        """One layer's attention in a prefill, None where the model's own has to run."""
+        state.scale = scale
+        state.remember_tail(query, self.config.selector.tail_queries, call.exist)
+        if self._prefill is None:
+            return None
+        sparse = prefill_step(
+            state, query, call.starts, self._prefill, scale, self._recorder.prefill, iq,
+            self._backend,
+        )  # fmt: skip
+        return None if sparse is None else sparse.transpose(1, 2)
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         call, self._call = self._call, None
+        if self._reader is not None:
+            self._reader.stop()
         if call is None:
             return
         missed = call.conversation.states.keys() - call.intercepted

@@ -1,0 +1,62 @@
+"""An indexer at work: index keys cached as they are written, and what it chooses for a decode
+step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kv import GrowingKV
+from ..policy.selector import NEG_INF, top_k
+from .model import Indexer, predicted_mass
+
+
+@torch.no_grad()
+def read(indexer: Indexer, layer: int, x: Tensor, kv: GrowingKV, starts: Sequence[int]) -> Tensor:
+    """Cache the index keys of the newest T positions, whose keys are in `kv` already.
+
+    Args:
+        x: [B, T, hidden], the layer's input; starts: per row, the first position that is no
+            padding: the indexer counts from there.
+
+    Returns:
+        their index queries [B, n, T, d], in the dtype of the cache.
+    """
+    at = torch.arange(kv.length - x.shape[1], kv.length, device=x.device)
+    first = torch.tensor(starts, device=x.device)
+    positions = (at[None, :] - first[:, None]).clamp(min=0)
+    x = x.to(next(indexer.parameters()).dtype)
+    dtype = kv.keys.dtype
+    kv.append_index(indexer.keys(layer, x, positions).to(dtype))
+    return indexer.queries(layer, x, positions).to(dtype)
+
+
+def choose_keys(
+    iq: Tensor,
+    ik: Tensor,
+    low: int,
+    high: int,
+    start: int,
+    k: int,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """What one decode step of one row reads besides sink and recent.
+
+    Args:
+        iq: [n, 1, d], of the newest position; ik: [n, L, d]; [low, high): the candidates; start:
+            first position that is no padding.
+        valid: bool [L] where some positions are padding.
+
+    Returns:
+        int32 [min(k, candidates)], ascending; ties go to the lower position.
+    """
+    if len(iq) == 1:
+        scores = iq[0].float() @ ik[0, low:high].float().T
+    else:
+        scores = predicted_mass(iq, ik, [ik.shape[1] - 1], start)[:, low:high]
+    if valid is not None:
+        scores = scores.masked_fill(~valid[low:high], NEG_INF)
+    found, counts = top_k(scores, k)
+    return found[0, : int(counts[0])] + low

@@ -1,0 +1,68 @@
+"""The forward pass that is running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ...attention import StepPlan
+from .conversation import Conversation, first_positions, has_holes, queries_that_exist
+from .recorder import Recorder
+from .runner import DeviceStep, Runner
+
+
+@dataclass(slots=True)
+class Call:
+    """Made before a forward pass, dropped behind it.
+
+    Attributes:
+        plan: of a decode step; None in a prefill.
+        step: a decode step on the GPU, None elsewhere.
+        exist: bool [B, T] of a prefill's queries, False for padding; None: no padding.
+        starts: the first position of each row that is no padding; () in a dense prefill.
+        intercepted: layers whose attention came through the interface.
+    """
+
+    conversation: Conversation
+    plan: StepPlan | None
+    step: DeviceStep | None = None
+    exist: Tensor | None = None
+    starts: tuple[int, ...] = ()
+    intercepted: set[int] = field(default_factory=set)
+
+
+def decode_call(
+    conversation: Conversation,
+    recorder: Recorder,
+    runner: Runner | None,
+    ids: Tensor | None,
+    mask: Any,
+) -> Call:
+    """A decode step is about to run. ids: [B, 1], None if unknown; mask: attention_mask or None."""
+    counted = recorder.begin_step(conversation.controller, len(conversation.controller.rows))
+    if runner is not None:
+        runner.prepare(conversation)
+    plan = conversation.plan(ids, mask, counted)
+    step = None if runner is None else runner.begin(conversation, plan)
+    return Call(conversation, plan, step, starts=plan.starts)
+
+
+def prompt_call(
+    conversation: Conversation,
+    recorder: Recorder,
+    runner: Runner | None,
+    new: int,
+    mask: Any,
+    sparse: bool,
+) -> Call:
+    """A prefill of `new` columns is about to run; sparse: it has to know where rows begin."""
+    rows, length = len(conversation.controller.rows), conversation.length + new
+    known = recorder.prompt + recorder.wanted if recorder.wanted else 0
+    columns = max(known, length)
+    conversation.prepare_prefill(columns)
+    if runner is not None:
+        runner.prepare_prefill(conversation, columns, has_holes(mask, rows, length))
+    starts = first_positions(mask, rows, length) if sparse else ()
+    return Call(conversation, None, exist=queries_that_exist(mask, new), starts=starts)

@@ -1,0 +1,118 @@
+"""What a session needs besides where an indexer chooses: the indexer itself, and each layer's
+input."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ...config import Config
+from ...errors import ConfigError, InputError, UnsupportedError
+from ...indexer.apply import read
+from ...indexer.model import Indexer
+from ...kv import GrowingKV
+from .indexers import backbone_identity
+
+INPUT = "hidden_states"
+
+
+class Reader:
+    """Reads along with the model: index keys of what goes through its attention.
+
+    While it listens, hooks keep the input of the attention modules; nothing else of the model
+    changes.
+    """
+
+    def __init__(self, model: Any, indexer: Indexer, layers: tuple[int, ...]) -> None:
+        """layers: those that are made sparse; the indexer must have a part for each.
+
+        Raises:
+            InputError: a part is missing, or of another width.
+            UnsupportedError: an attention that is not given its layer's input.
+        """
+        card = indexer.card
+        missing = [i for i in layers if i not in card.layers]
+        if missing:
+            raise InputError(f"the indexer has no part for layers {missing} of the model")
+        weight = model.get_input_embeddings().weight
+        hidden = model.config.get_text_config(decoder=True).hidden_size
+        if card.hidden != hidden:
+            raise InputError(f"the indexer reads inputs of {card.hidden}, the model has {hidden}")
+        self.indexer = (
+            copy.deepcopy(indexer)
+            .to(device=weight.device, dtype=weight.dtype)
+            .requires_grad_(False)
+        )
+        self._modules: list[Any] = [m for m in model.modules() if _attends(m, layers)]
+        found = {int(m.layer_idx) for m in self._modules}
+        if found != set(layers):
+            lost = sorted(set(layers) - found)
+            raise UnsupportedError(f"the attention of layers {lost} takes no {INPUT}")
+        self._inputs: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def listen(self) -> None:
+        """Keep the inputs of the forward pass that comes."""
+        self.stop()
+        for module in self._modules:
+            hook = module.register_forward_pre_hook(self._keep, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def stop(self) -> None:
+        """The model as it was."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._inputs.clear()
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs[module] = kwargs[INPUT] if INPUT in kwargs else args[0]
+
+    def read(self, module: nn.Module, layer: int, kv: GrowingKV, starts: Sequence[int]) -> Tensor:
+        """See `indexer.apply.read`; the keys of this forward are in `kv`."""
+        return read(self.indexer, layer, self._inputs.pop(module), kv, starts)
+
+
+def _attends(module: nn.Module, layers: tuple[int, ...]) -> bool:
+    """Whether it is the attention of one of `layers`; some models number whole layers, too."""
+    return (
+        getattr(module, "layer_idx", None) in layers
+        and INPUT in inspect.signature(module.forward).parameters
+        and any(isinstance(child, nn.Linear) for child in module.children())
+    )
+
+
+def reader_of(
+    model: Any, config: Config, layers: tuple[int, ...], indexer: Indexer | None
+) -> Reader | None:
+    """The reader that `config` needs, None if none.
+
+    Args:
+        indexer: one in memory, in the place of the configured folder.
+
+    Raises:
+        ConfigError: no indexer is given where one is needed, or the other way round.
+        InputError: the indexer is not this model's; see `Indexer.load`.
+    """
+    if not config.uses_indexer:
+        if indexer is not None:
+            raise ConfigError("indexer= is given, and nothing in the config uses one")
+        return None
+    if indexer is None:
+        folder = config.indexer_folder
+        if folder is None:
+            where = "prefill.chooser='indexer'" if config.mode != "indexed" else "mode='indexed'"
+            raise ConfigError(f"{where} needs an indexer: set indexer to the folder of one")
+        indexer = Indexer.load(Path(folder), backbone=backbone_identity(model))
+    elif indexer.card.backbone != (own := backbone_identity(model)):
+        raise InputError(
+            f"the indexer was made for another backbone (config hash {indexer.card.backbone[:12]}, "
+            f"this model's is {own[:12]})"
+        )
+    return Reader(model, indexer, layers) if layers else None
