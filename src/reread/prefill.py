@@ -3,7 +3,7 @@ that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -117,8 +117,10 @@ def prefill_row(
     length = k.shape[1]
     offset = length - q.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    logits = 1 if backend == "triton" and config.chooser == "indexer" else q.shape[0]
-    for piece in pieces(max(offset, start), length, start, config, logits):
+    # kernels keep one row of scores for a block
+    fused = backend == "triton" and config.chooser == "indexer"
+    rows = 1 if fused else q.shape[0] * config.b_sel
+    for piece in pieces(max(offset, start), length, start, config, rows):
         at = slice(piece.first - offset, piece.last - offset)
         seen = slice(0, piece.last)
         if index is not None and config.chooser == "indexer":
@@ -138,26 +140,45 @@ def prefill_row(
     return out
 
 
-def pieces(first: int, last: int, start: int, config: SparsePrefill, heads: int) -> Iterator[Piece]:
-    """Cut [first, last) into pieces of whole blocks whose logits fit PIECE_BYTES, at least one
-    block each."""
+def pieces(
+    first: int, last: int, start: int, config: SparsePrefill, rows: int
+) -> tuple[Piece, ...]:
+    """Cut [first, last) into pieces of whole blocks whose scores fit PIECE_BYTES, at least one
+    block each.
+
+    Args:
+        rows: fp32 scores of a block and a key that lie in memory at once.
+    """
+    return _pieces(first, last, start, config, max(1, PIECE_BYTES // (4 * rows * max(1, last))))
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces(
+    first: int, last: int, start: int, config: SparsePrefill, blocks: int
+) -> tuple[Piece, ...]:
+    """Of `blocks` blocks each; cached, because every layer has the same."""
+    found = []
     while first < last:
-        block = config.b_sel
-        room = max(1, PIECE_BYTES // (4 * heads * last) // block)
-        end = min(last, start + ((first - start) // block + room) * block)
-        edges = [first]
-        while edges[-1] < end:
-            edges.append(min(end, start + ((edges[-1] - start) // block + 1) * block))
-        low, dense = start + config.sink, config.dense_below or 0
-        windows, sizes = [], []
-        for edge, after in pairwise(edges):
-            # a block near the row's beginning reads everything
-            sparse = after - start > dense
-            window = max(min(low, edge), edge - config.local + 1) if sparse else start
-            windows.append(window)
-            sizes.append(max(0, min(config.budget(after - start), window - low)))
-        yield Piece(first, end, tuple(edges), tuple(windows), tuple(sizes))
+        end = min(last, start + ((first - start) // config.b_sel + blocks) * config.b_sel)
+        found.append(_piece(first, end, start, config))
         first = end
+    return tuple(found)
+
+
+def _piece(first: int, end: int, start: int, config: SparsePrefill) -> Piece:
+    edges = [first]
+    while edges[-1] < end:
+        after = start + ((edges[-1] - start) // config.b_sel + 1) * config.b_sel
+        edges.append(min(end, after))
+    low, dense = start + config.sink, config.dense_below or 0
+    windows, sizes = [], []
+    for edge, after in pairwise(edges):
+        # a block near the row's beginning reads everything
+        sparse = after - start > dense
+        window = max(min(low, edge), edge - config.local + 1) if sparse else start
+        windows.append(window)
+        sizes.append(max(0, min(config.budget(after - start), window - low)))
+    return Piece(first, end, tuple(edges), tuple(windows), tuple(sizes))
 
 
 def covers(start: int, length: int, config: SparsePrefill) -> bool:
@@ -170,16 +191,25 @@ def covers(start: int, length: int, config: SparsePrefill) -> bool:
 def share_read(length: int, config: SparsePrefill) -> float:
     """Share of the keys of dense causal attention that a prefill of `length` tokens reads."""
     meter = PrefillMeter()
-    for piece in pieces(0, length, 0, config, heads=1):
+    for piece in pieces(0, length, 0, config, 1):
         _count(piece, 0, config.sink, meter)
     return meter.share
 
 
 def _count(piece: Piece, start: int, sink: int, meter: PrefillMeter) -> None:
     """Everything is known on the host."""
+    read, cached = _reads(piece, start, sink)
+    meter.read, meter.cached = meter.read + read, meter.cached + cached
+
+
+@functools.lru_cache(maxsize=64)
+def _reads(piece: Piece, start: int, sink: int) -> tuple[int, int]:
+    """Twice the keys that the queries of a piece read, and twice those that they could."""
+    read = cached = 0
     for n, (edge, after) in enumerate(pairwise(piece.edges)):
         window = piece.windows[n]
         fixed = min(sink, window - start) + piece.sizes[n]
         for position in (edge, after - 1):  # the mean of first and last, times the queries
-            meter.read += (fixed + position + 1 - window) * (after - edge)
-            meter.cached += (position + 1 - start) * (after - edge)
+            read += (fixed + position + 1 - window) * (after - edge)
+            cached += (position + 1 - start) * (after - edge)
+    return read, cached

@@ -145,11 +145,11 @@ def test_pieces_cover_every_query_once(
     first = max(first, start)
     last = first + extra
     config = SparsePrefill(k=3, b_sel=block, local=local, sink=sink)
-    edges = [e for piece in pieces(first, last, start, config, 4) for e in piece.edges[:-1]]
+    edges = [e for piece in pieces(first, last, start, config, 4 * block) for e in piece.edges[:-1]]
     assert edges[0] == first
     assert all((edge - start) % block == 0 for edge in edges[1:])
     assert all(0 < b - a <= block for a, b in pairwise([*edges, last]))
-    for piece in pieces(first, last, start, config, 4):
+    for piece in pieces(first, last, start, config, 4 * block):
         for window, edge in zip(piece.windows, piece.edges[:-1], strict=True):
             assert start <= window <= edge
             assert window <= max(edge - local + 1, start + sink)
@@ -159,7 +159,7 @@ def test_pieces_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reread.prefill.PIECE_BYTES", 4 * 4 * 100 * 16)
     q, k, v = make(100, 100)
     config = SparsePrefill(k=6, b_sel=8, sink=2, local=4)
-    assert all(p.last - p.first <= 16 or p.last < 100 for p in pieces(0, 100, 0, config, 4))
+    assert all(p.last - p.first <= 16 or p.last < 100 for p in pieces(0, 100, 0, config, 32))
     small = prefill_row(q, k, v, 0, config, SCALE, PrefillMeter())
     monkeypatch.undo()
     torch.testing.assert_close(small, prefill_row(q, k, v, 0, config, SCALE, PrefillMeter()))

@@ -11,7 +11,9 @@ import typer
 
 from . import commands
 from .bench import DecodeOptions, KernelOptions, decode_command, kernel_command
+from .bench_prefill import PrefillOptions, prefill_command
 from .distill import DistillOptions, distill_command
+from .evaluate import GapsOptions, MassOptions, gaps_command, mass_command
 from .options import Options, command
 from .plan import PlanOptions, plan_command
 
@@ -26,10 +28,17 @@ for run in (commands.generate, commands.compare, commands.demo, commands.info):
     app.command()(command(run, Options))
 app.command("plan")(command(plan_command, PlanOptions))
 app.command("distill")(command(distill_command, DistillOptions))
-bench = typer.Typer(help="Time kernels or whole decode steps on this GPU.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Time kernels, whole decode steps or prefills on this GPU.", no_args_is_help=True
+)
 bench.command("decode")(command(decode_command, DecodeOptions))
 bench.command("kernel")(command(kernel_command, KernelOptions))
+bench.command("prefill")(command(prefill_command, PrefillOptions))
 app.add_typer(bench, name="bench")
+evaluate = typer.Typer(help="Measure what sparse prefill costs.", no_args_is_help=True)
+evaluate.command("gaps")(command(gaps_command, GapsOptions))
+evaluate.command("mass")(command(mass_command, MassOptions))
+app.add_typer(evaluate, name="eval")
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def new_indexer(
             f"heads={heads} is not possible: a divisor of the model's {text.num_attention_heads} "
             "query heads"
         )
-    found = projections(model, layers) if init == "svd" else {}
+    found = _projecting(model, layers) if init == "svd" else {}
     card = IndexerCard(
         layers=layers,
         hidden=text.hidden_size,
@@ -70,10 +70,13 @@ def new_indexer(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         indexer = Indexer(card)
-    if found:
-        plain = Indexer(replace(card, layers=tuple(found)))
-        initialise_from(plain, found, kv_shape(text)[1])
-        indexer.load_state_dict(plain.state_dict(), strict=False)
+    for layer, module in found.items():
+        # where the model is: the decomposition of a large layer takes long on a CPU
+        weights = _weights(module, text)
+        assert weights is not None
+        part = Indexer(replace(card, layers=(layer,))).to(weights[0].device)
+        initialise_from(part, {layer: weights}, kv_shape(text)[1])
+        indexer.load_state_dict(part.state_dict(), strict=False)
     return indexer
 
 
@@ -85,35 +88,35 @@ def rope_theta(text: Any) -> float:
     return float(found or DEFAULT_THETA)
 
 
-def projections(model: Any, layers: tuple[int, ...]) -> dict[int, tuple[Tensor, Tensor]]:
-    """W_q [H D, hidden] and W_k [Hkv D, hidden] of those layers that have plain ones, float32 on
-    the CPU."""
+def _projecting(model: Any, layers: tuple[int, ...]) -> dict[int, nn.Module]:
+    """The attention modules of those layers that have plain query and key projections."""
     text = model.config.get_text_config(decoder=True)
-    kv_heads, dim = kv_shape(text)
     found = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if layer not in layers or not hasattr(module, "q_proj") or not hasattr(module, "k_proj"):
-            continue
-        w_q = _query_rows(_weight(module.q_proj), text.num_attention_heads, dim)
-        w_k = _weight(module.k_proj)
-        if w_q is not None and w_k is not None and w_k.shape == (kv_heads * dim, text.hidden_size):
-            found[int(layer)] = (w_q, w_k)
+        if layer in layers and _weights(module, text) is not None:
+            found[int(layer)] = module
     return dict(sorted(found.items()))
 
 
-def _weight(linear: nn.Module) -> Tensor | None:
-    """The weight of a plain linear layer; None for a quantised or wrapped one."""
-    weight = getattr(linear, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+def _weights(module: nn.Module, text: Any) -> tuple[Tensor, Tensor] | None:
+    """W_q [H D, hidden] and W_k [Hkv D, hidden]; None where they are quantised, wrapped or
+    fused."""
+    kv_heads, dim = kv_shape(text)
+    w_q, w_k = (getattr(getattr(module, n, None), "weight", None) for n in ("q_proj", "k_proj"))
+    for weight in (w_q, w_k):
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+            return None
+    assert w_q is not None
+    assert w_k is not None
+    rows = _query_rows(w_q.detach(), text.num_attention_heads, dim)
+    if rows is None or w_k.shape != (kv_heads * dim, text.hidden_size):
         return None
-    return weight.detach().float().cpu()
+    return rows, w_k.detach()
 
 
-def _query_rows(weight: Tensor | None, heads: int, dim: int) -> Tensor | None:
+def _query_rows(weight: Tensor, heads: int, dim: int) -> Tensor | None:
     """[H D, hidden]; each head of Qwen3.5 and Qwen3-Next has D rows of queries, then D of gates."""
-    if weight is None:
-        return None
     if weight.shape[0] == 2 * heads * dim:
         return weight.view(heads, 2, dim, -1)[:, 0].reshape(heads * dim, -1)
     return weight if weight.shape[0] == heads * dim else None

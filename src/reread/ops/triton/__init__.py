@@ -3,6 +3,8 @@ triton."""
 
 from .append import append
 from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
+from .index import block_topk, index_refusal, index_scores, indexer_topk
+from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
 from .workspace import Workspace, unsupported
 
@@ -12,10 +14,16 @@ __all__ = [
     "Tuning",
     "Workspace",
     "append",
+    "block_topk",
     "decode_dense",
     "decode_mixed",
     "decode_sparse",
     "evidence",
+    "index_refusal",
+    "index_scores",
+    "indexer_topk",
+    "prefill_refusal",
+    "prefill_sparse",
     "refresh",
     "select",
     "unsupported",
