@@ -122,15 +122,11 @@ def variants(layer: Layer, save: Callable[[str, Any, float], None]) -> None:
             say(name, tuning, type(error).__name__, str(error).splitlines()[:1])
 
     every = layer.pieces
-    for wide, keys, tiles, group, warps, stages in (
-        (False, 128, 16, 4, 4, 2), (False, 128, 16, 2, 4, 2), (False, 128, 32, 4, 8, 2),
-        (True, 128, 16, 4, 8, 2), (True, 128, 16, 4, 8, 3), (True, 128, 16, 2, 4, 2),
-        (True, 128, 16, 2, 4, 3), (True, 64, 32, 4, 4, 3), (True, 128, 32, 4, 8, 3),
-        (True, 256, 8, 2, 8, 2), (True, 64, 32, 2, 4, 3), (True, 128, 16, 1, 4, 3),
+    for keys, tiles, group, warps, stages in (
+        (64, 32, 4, 4, 3), (64, 32, 2, 4, 3), (64, 64, 4, 4, 3), (64, 32, 4, 4, 4),
+        (128, 16, 2, 4, 2), (32, 64, 4, 4, 4), (64, 16, 4, 4, 3), (64, 32, 1, 4, 3),
     ):  # fmt: skip
-        made = index.Tuning(
-            wide=wide, keys=keys, tiles=tiles, group=group, warps=warps, stages=stages
-        )
+        made = index.Tuning(keys=keys, tiles=tiles, group=group, warps=warps, stages=stages)
         try_one("scores", made, lambda made=made: [layer.scores(made, p) for p in every])
     scores = [layer.scores(index.DEFAULT, p) for p in every]
     for block, warps, last in itertools.product((2048, 4096), (4, 8), (4, 8)):
@@ -140,15 +136,12 @@ def variants(layer: Layer, save: Callable[[str, Any, float], None]) -> None:
             lambda made=made: [layer.topk(s, made, p) for s, p in zip(scores, every, strict=True)],
         )  # fmt: skip
     chosen = layer.chosen()
-    for rows, keys, warps, stages, ahead in (
-        (256, 64, 8, 2, False), (256, 64, 8, 2, True), (256, 64, 8, 3, True),
-        (256, 64, 8, 3, False), (256, 64, 16, 3, True), (256, 64, 16, 2, True),
-        (256, 64, 16, 3, False), (128, 64, 8, 3, True), (128, 64, 8, 2, True),
-        (128, 32, 8, 4, True), (128, 32, 4, 4, True), (128, 64, 4, 2, True),
-        (128, 128, 8, 2, True), (256, 32, 16, 4, True), (256, 32, 8, 4, True),
-        (64, 64, 4, 2, True), (64, 64, 4, 3, True),
+    for rows, keys, warps, stages in (
+        (256, 64, 8, 3), (256, 64, 8, 4), (256, 64, 16, 3), (128, 32, 8, 4), (128, 32, 8, 5),
+        (128, 32, 4, 4), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 64, 4, 3),
+        (64, 32, 4, 4), (64, 64, 4, 3),
     ):  # fmt: skip
-        tuned = prefill.PrefillTuning(rows=rows, keys=keys, warps=warps, stages=stages, ahead=ahead)
+        tuned = prefill.PrefillTuning(rows=rows, keys=keys, warps=warps, stages=stages)
         try_one(
             "attention", tuned,
             lambda tuned=tuned: [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .attention import Meter, StepPlan
+from .choosing import IndexLane
 from .config import Config
 from .cuda import Staging
 from .errors import UnsupportedError
@@ -51,12 +52,14 @@ class Arena:
         config: Config,
         *,
         overlap: Overlap = DEFAULT_OVERLAP,
+        theta: float = 0.0,
     ) -> None:
         """Around the caches that `states` hold already.
 
         Args:
             heads: query heads H.
             overlap: what runs beside what.
+            theta: base of an indexer's rotary positions, where the caches hold index keys.
 
         Raises:
             UnsupportedError: a shape that the kernels do not cover.
@@ -71,9 +74,10 @@ class Arena:
         self.device = k.device
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
         k_max = min(config.k, self.capacity)
+        self.step = zeros(len(FIELDS), self.rows)
+        self.index = IndexLane(self.buffers, theta, k_max, self.field) if theta else None
         self.indices = {i: zeros(self.rows, self.kv_heads, k_max) for i in states}
         self.counts = {i: zeros(self.rows, self.kv_heads) for i in states}
-        self.step = zeros(len(FIELDS), self.rows)
         self._staging = Staging(self.step)
         sparse = config.mode == "slow-fast"
         self.lanes = Lanes(
@@ -95,7 +99,8 @@ class Arena:
     def nbytes(self) -> int:
         """Bytes beside the caches themselves: selections and scratch."""
         tensors = [*self.indices.values(), *self.counts.values(), self.step]
-        return sum(int(t.nbytes) for t in tensors) + self.lanes.nbytes
+        indexed = 0 if self.index is None else self.index.nbytes
+        return sum(int(t.nbytes) for t in tensors) + self.lanes.nbytes + indexed
 
     @property
     def free(self) -> bool:
@@ -145,9 +150,8 @@ class Arena:
     ) -> None:
         """Note on the host what the step, run in all layers, has read and selected."""
         for b, step in enumerate(steps):
-            known = states[self.layers[0]].chosen[b]
             if plan.counted[b]:
-                read = step.keys(known, self.config.sink)
+                read = step.keys(self.config.sink)
                 meter.add(b, step.kind, read, step.length - step.start, len(self.layers))
             if step.kind is not StepKind.FAST:
                 found = None
@@ -192,6 +196,7 @@ class Arena:
         shape: StepShape,
         scale: float,
         new: tuple[Tensor, Tensor] | None = None,
+        index: Tensor | None = None,
     ) -> Tensor:
         """Attention of one new token per row, and the refresh of the rows that choose again.
 
@@ -199,6 +204,8 @@ class Arena:
             q: [B, H, D].
             new: each row's new key and value, [B, Hkv, D], to be written at its newest position;
                 None: they are there.
+            index: what the indexer's projections gave, [B, 2 d], to be turned and cached; without
+                `new` its queries [B, d], whose keys are there.
 
         Returns:
             [B, H, D].
@@ -206,9 +213,7 @@ class Arena:
         from .ops import triton as kernels
 
         q, kv, work = q.contiguous(), self.cache(layer), self.lanes.works[0]
-        chosen = kernels.Chosen(
-            self.indices[layer], self.counts[layer], self.field("window"), self.config.sink
-        )
+        chosen = self._chosen(layer, shape, index, raw=new is not None)
         norms = self.buffers[layer].norms
         if shape is StepShape.FAST and norms is None:
             return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work, new=new)
@@ -218,10 +223,27 @@ class Arena:
             return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work)
         if shape is StepShape.DENSE:
             return self.dense(layer, q, scale)
+        if self.config.mode == "indexed":
+            dense = self.field("dense")
+            return kernels.decode_mixed(q, kv, chosen, dense, scale=scale, work=work)
         work = self.lanes.next()
         out = self._rows(q, kv, chosen, shape, scale, work)
         self.lanes.later(functools.partial(self._choose, layer, kv, q.shape[1], work))
         return out
+
+    def _chosen(self, layer: int, shape: StepShape, index: Tensor | None, *, raw: bool) -> Chosen:
+        """What fast rows read; in mode "indexed" it is chosen now."""
+        from .ops import triton as kernels
+
+        tail = self.field("window"), self.config.sink
+        if index is not None:
+            assert self.index is not None
+            queries = self.index.append(layer, index) if raw else index
+            if self.config.mode == "indexed":
+                if shape is not StepShape.DENSE:
+                    self.index.choose(layer, queries)
+                return kernels.Chosen(self.index.indices, self.index.counts, *tail)
+        return kernels.Chosen(self.indices[layer], self.counts[layer], *tail)
 
     def dense(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attention of a step in which every row reads everything, and none chooses."""

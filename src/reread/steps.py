@@ -42,27 +42,29 @@ class RowStep:
     low: int
     high: int
     window: int
+    count: int  # positions that a fast step chose, per KV head
     kind: StepKind
 
     @classmethod
     def of(cls, plan: StepPlan, b: int, known: object, config: Config) -> RowStep:
-        """Row `b` of `plan`; `known`: what it selected last, a DeviceRow in a fast step."""
+        """Row `b` of `plan`; `known`: what it selected last, a DeviceRow in a fast step of mode
+        "slow-fast"."""
         start, length = plan.starts[b], plan.length
         low = start + config.sink
         high = max(low, length - config.recent)
         kind = plan.kinds[b]
-        if kind is StepKind.FAST:
+        if kind is StepKind.FAST and config.mode != "indexed":
             assert isinstance(known, DeviceRow), "a fast step needs a selection"
-            return cls(start, length, low, high, known.window_start, kind)
+            return cls(start, length, low, high, known.window_start, known.count, kind)
         # a row shorter than the sink has no window
-        return cls(start, length, low, high, min(high, length), kind)
+        window = min(high, length)
+        return cls(start, length, low, high, window, min(config.k, high - low), kind)
 
-    def keys(self, known: object, sink: int) -> int:
+    def keys(self, sink: int) -> int:
         """Keys that the row reads per KV head."""
         if self.kind is not StepKind.FAST:
             return self.length - self.start
-        assert isinstance(known, DeviceRow)
-        return min(sink, self.window - self.start) + known.count + self.length - self.window
+        return min(sink, self.window - self.start) + self.count + self.length - self.window
 
     def values(self) -> tuple[int, ...]:
         """In the order of FIELDS."""

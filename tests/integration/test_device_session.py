@@ -276,17 +276,17 @@ def test_an_interrupt_between_two_kernels_spoils_no_later_selection(
     """Histograms are left at zero for the next call, unless the last kernel never ran."""
     from reread.ops.triton import selection
 
-    net, config, top_k = device.model("qwen3"), triton("eager", t_max=None), selection._top_k
+    net, config, top_k = device.model("qwen3"), triton("eager", t_max=None), selection.top_k
     with reread.attach(net, reference(config)):
         want = tokens(net, prompt(60), 4)
 
     def interrupted(*args: Any) -> None:
-        monkeypatch.setattr(selection, "_top_k", top_k)
+        monkeypatch.setattr(selection, "top_k", top_k)
         raise KeyboardInterrupt
 
     with reread.attach(net, config):
         tokens(net, prompt(60), 2)
-        monkeypatch.setattr(selection, "_top_k", interrupted)
+        monkeypatch.setattr(selection, "top_k", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tokens(net, prompt(60, seed=5), 4)
         assert tokens(net, prompt(60), 4) == want

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from reread.cli import app
 from reread.evaluation import gaps
-from reread.evaluation.gap_tasks import DENSE, REFERENCE
+from reread.evaluation.gap_tasks import DENSE, FUSED, REFERENCE
 from reread.integrations.hf.indexers import new_indexer
 
 from ..unit import needle_checkpoint, tiny_checkpoint
@@ -205,8 +206,10 @@ def test_mass_shows_every_layer_and_draws_it(model: str, tmp_path: Path) -> None
     arguments = ["--model", model, "--length", str(LENGTH), "--k", "4,64", "--device", "cpu"]
     result = run("mass", *arguments, "--tasks", "needle", "--plot", str(plot))
     assert result.exit_code == 0, result.output
-    assert "per query" in result.stdout
-    assert "shared by 64" in result.stdout
+    assert "mass of the top k" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines if "64" in line[:2]] == ["64", "64"]
+    assert [line[:2] for line in lines if "1" in line[1:2]] == [["0", "1"], ["1", "1"]]
     assert plot.read_text().startswith("<?xml")
 
 
@@ -258,3 +261,22 @@ def test_dense_answers_every_question_inside_the_prefill(needle_dir: Path, tmp_p
     assert rows["dense"]["all"] >= 0.99
     assert rows["oracle per query"]["all"] >= rows["dense"]["all"] - 0.02
     assert rows["oracle shared by 64"]["all"] < rows["oracle per query"]["all"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_the_indexers_rows_run_fused_kernels_and_are_timed(
+    needle_dir: Path, tmp_path: Path
+) -> None:
+    from reread.integrations.hf.load import load
+
+    new_indexer(load(str(needle_dir), device="cpu").model, 64, 1, "svd").save(tmp_path)
+    value = run_json(
+        "gaps", "--model", str(needle_dir), "--indexer", str(tmp_path), "--device", "cuda",
+        "--out", str(tmp_path / "gaps.json"), "--lengths", "8192", "--k", "64", "--b-sel", "64",
+        "--limit", "1",
+    )  # fmt: skip
+    for row in value["rows"]:
+        wanted = {"dense": DENSE, "oracle": REFERENCE, "indexer": FUSED}[row["chooser"]]
+        assert row["path"] == wanted, row["variant"]
+        assert (row["ttft_s"] is not None) == (row["chooser"] != "oracle")

@@ -129,6 +129,4 @@ def test_topk_is_exact(kind: str) -> None:
 def test_several_heads_are_refused() -> None:
     iq, ik = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
     with pytest.raises(UnsupportedError, match="an indexer of 2 heads: one head"):
-        triton_ops.indexer_topk(
-            iq, ik, start=0, edges=(0, 8), windows=(0,), sizes=(0,), sink=0
-        )
+        triton_ops.indexer_topk(iq, ik, start=0, edges=(0, 8), windows=(0,), sizes=(0,), sink=0)

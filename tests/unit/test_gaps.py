@@ -23,9 +23,22 @@ from reread.evaluation.gap_sums import (
     gaps_of,
     variant,
 )
-from reread.evaluation.gap_tasks import DENSE, FUSED, REFERENCE, TASKS, Way, make_task, path_of
+from reread.evaluation.gap_tasks import (
+    DENSE,
+    FUSED,
+    REFERENCE,
+    TASKS,
+    Way,
+    make_task,
+    path_of,
+    prefill_seconds,
+    ttft,
+)
 from reread.evaluation.gaps import Request
+from reread.integrations.hf import session
 from reread.integrations.hf.indexers import new_indexer
+from reread.integrations.hf.load import Loaded
+from reread.prefill import prefill_step
 
 from . import needle_checkpoint
 
@@ -187,6 +200,26 @@ def test_a_path_is_named_by_what_the_stats_say() -> None:
     assert path_of("triton", 0.1) == FUSED
     assert path_of("reference", 0.1) == REFERENCE
     assert path_of("triton", 1.0) == DENSE
+
+
+@pytest.mark.parametrize("config", [Config(mode="dense"), None])
+def test_what_is_timed_reads_as_the_row_does(
+    texts: list[ForcedText], config: Config | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(prefill_step(*args))
+        return calls[-1]
+
+    monkeypatch.setattr(session, "prefill_step", counted)
+    way, model = Way(config or sparse()), needle_checkpoint.model()
+    seconds = prefill_seconds(model, texts[0].ids, way, 2)
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+    # two passes of two layers, each of which left something out
+    assert len([out for out in calls if out is not None]) == (0 if config else 4)
+    assert ttft(Loaded(model, None, ""), texts[0].ids, way) is None  # no GPU here
 
 
 @pytest.mark.parametrize("b_sel", [1, 48, 64, 4096])

@@ -140,6 +140,7 @@ class NoAttention(Arena):
         shape: StepShape,
         scale: float,
         new: tuple[Tensor, Tensor] | None = None,
+        index: Tensor | None = None,
     ) -> Tensor:
         """The queries themselves."""
         return q.clone()
@@ -157,9 +158,10 @@ class ReferenceArena(Arena):
         shape: StepShape,
         scale: float,
         new: tuple[Tensor, Tensor] | None = None,
+        index: Tensor | None = None,
     ) -> Tensor:
         """See `Arena.attend`; fast steps only."""
-        out = super().attend(layer, q, shape, scale, new)
+        out = super().attend(layer, q, shape, scale, new, index)
         buffer, window = self.buffers[layer], self.field("window").tolist()
         length = int(self.field("lengths")[0])
         for b in self.rows_checked:

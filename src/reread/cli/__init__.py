@@ -1,5 +1,5 @@
 """The `reread` command: generate, compare, demo, info, plan, bench,
-distill.
+distill, eval.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
 torch and transformers are imported only once a command runs.

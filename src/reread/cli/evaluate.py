@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as Remaining
@@ -163,43 +165,52 @@ def _place(entry: Mapping[str, Any]) -> tuple[str, int]:
 
 def _rows_table(place: tuple[str, int], rows: Sequence[Mapping[str, Any]]) -> Table:
     kinds = [*rows[0]["shares"], *(["all"] if len(rows[0]["shares"]) > 1 else [])]
-    table = Table(title=f"{place[0]} at {place[1]} tokens: share of answer words right")
-    table.add_column("prefill")
-    for head in (*kinds, "cases", "k", "keys read"):
-        table.add_column(head, justify="right")
-    table.add_column("ran")
-    table.add_column("TTFT, s", justify="right")
+    budget = next((f", k={row['k']}" for row in rows if row["k"] is not None), "")
+    timed = any(row["ttft_s"] is not None for row in rows)
+    cases = sum(rows[0]["cases"].values())
+    table = Table(
+        title=f"{place[0]} at {place[1]} tokens{budget}: share right of {cases} answers",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("prefill", overflow="fold")
+    for head in (*kinds, "keys read"):
+        table.add_column(head, justify="right", overflow="fold")
+    table.add_column("ran", overflow="fold")
+    if timed:
+        table.add_column("TTFT, s", justify="right")
     for row in rows:
+        seconds = "-" if row["ttft_s"] is None else f"{row['ttft_s']:.3f}"
         table.add_row(
             row["variant"],
             *(f"{row['accuracy'][kind]:.3f}" for kind in kinds),
-            str(sum(row["cases"].values())),
-            "-" if row["k"] is None else str(row["k"]),
             f"{row['share_read']:.1%}",
             row["path"],
-            "-" if row["ttft_s"] is None else f"{row['ttft_s']:.3f}",
+            *([seconds] if timed else []),
         )
     return table
 
 
 def _gaps_table(place: tuple[str, int], gaps: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title=f"{place[0]} at {place[1]} tokens: gaps in points, 95 % intervals")
-    for head in ("gap", "of", "kind"):
-        table.add_column(head)
+    """Under each gap's name the rows that it is the difference of."""
+    table = Table(
+        title=f"{place[0]} at {place[1]} tokens: gaps in points, 95 % intervals", box=SIMPLE_HEAD
+    )
+    table.add_column("gap", overflow="fold")
+    table.add_column("kind", overflow="fold")
     table.add_column("points", justify="right")
-    table.add_column("")
-    before = None
-    for gap in gaps:
-        first = (gap["gap"], gap["of"]) != before
-        before = gap["gap"], gap["of"]
-        table.add_row(
-            gap["gap"] if first else "",
-            " - ".join(gap["of"]) if first else "",
-            gap["kind"],
-            f"{100 * gap['value']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]",
-            "dense cannot do it" if gap["dense_can"] is False else "",
-        )
+    table.add_column("interval", overflow="fold")
+    for _, group in groupby(gaps, key=lambda gap: (gap["gap"], gap["of"])):
+        lines = list(group)
+        names = lines[0]["gap"], f"  {' - '.join(lines[0]['of'])}"
+        for name, line in zip_longest(names, lines, fillvalue=None):
+            table.add_row(name or "", *(_gap_cells(line) if line is not None else ()))
     return table
+
+
+def _gap_cells(gap: Any) -> tuple[str, str, str]:
+    unable = ", dense cannot do it" if gap["dense_can"] is False else ""
+    interval = f"{100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}{unable}"
+    return gap["kind"], f"{100 * gap['value']:+.1f}", interval
 
 
 @contextmanager
@@ -252,23 +263,20 @@ def mass_command(options: MassOptions) -> None:
 def mass_table(profile: "MassProfile") -> Table:
     """Two lines a layer: per query and shared."""
     table = Table(
-        title=f"mass of the top k over {profile.tokens} tokens, "
-        "and the k needed: mean/median/90th percentile"
+        title=f"mass of the top k over {profile.tokens} tokens, and the k needed: "
+        "mean/median/90th percentile",
+        box=SIMPLE_HEAD,
     )
-    table.add_column("layer", justify="right")
-    table.add_column("choice")
     some = next(iter(profile.per_query.values()))
-    for k in some.mass:
-        table.add_column(f"k={k}", justify="right")
-    for target in some.needed:
-        table.add_column(f"for {target:.0%}", justify="right")
+    heads = [f"k={k}" for k in some.mass] + [f"for {target:.0%}" for target in some.needed]
+    for head in ("layer", "b_sel", *heads):
+        table.add_column(head, justify="right", overflow="fold")
     for layer in profile.per_query:
-        sides = ("per query", profile.per_query), (f"shared by {profile.block}", profile.shared)
-        for number, (name, layers) in enumerate(sides):
+        for block, layers in ((1, profile.per_query), (profile.block, profile.shared)):
             found = layers[layer]
             table.add_row(
-                "" if number else str(layer),
-                name,
+                str(layer) if block == 1 else "",
+                str(block),
                 *(f"{held:.3f}" for held in found.mass.values()),
                 *("/".join(f"{v:.0f}" for v in s.values()) for s in found.needed.values()),
             )

@@ -35,7 +35,7 @@ FORCED, GREEDY = "needle", "needle-greedy"
 TASKS = (FORCED, GREEDY, *ruler.TASKS)
 GREEDY_QUESTIONS = 3  # of each kind and text
 GREEDY_ROOM = 32  # tokens of a text's length that its question and answer take
-FUSED, REFERENCE, DENSE = "fused kernels", "reference path", "model's own dense attention"
+FUSED, REFERENCE, DENSE = "fused kernels", "reference path", "dense attention"
 PASS = 1024  # tokens per pass of a prefill, about
 TTFT_RUNS = 3
 Tick = Callable[[], None]
@@ -223,26 +223,31 @@ class RulerTask:
         return self.cases[0].ids
 
 
-@torch.no_grad()
 def ttft(loaded: Loaded, ids: Sequence[int], way: Way) -> float | None:
     """Seconds until the first token is chosen, of one row in one pass: the median of TTFT_RUNS
     after a warm-up; None without a GPU. Dense is timed with nothing attached."""
-    model = loaded.model
-    if model.device.type != "cuda":
+    if loaded.model.device.type != "cuda":
         return None
+    return statistics.median(prefill_seconds(loaded.model, ids, way, 1 + TTFT_RUNS)[1:])
+
+
+@torch.no_grad()
+def prefill_seconds(model: Any, ids: Sequence[int], way: Way, runs: int) -> list[float]:
+    """Seconds of each prefill of one row in one pass."""
     row, keyword, times = torch.tensor([ids], device=model.device), cache_keyword(model), []
     dense = way.config.prefill is None
     with nullcontext() if dense else attach(model, way.config, indexer=way.indexer):
-        for _ in range(1 + TTFT_RUNS):
+        for _ in range(runs):
             # without a cache of its own, an attached model would read densely
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-            torch.cuda.synchronize(model.device)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
             began = time.perf_counter()
             output = model(row, use_cache=True, logits_to_keep=1, **{keyword: cache})
             int(output.logits[0, -1].argmax())  # waits for the GPU
             times.append(time.perf_counter() - began)
             del output, cache
-    return statistics.median(times[1:])
+    return times
 
 
 def check_tasks(names: Sequence[str]) -> None:

@@ -123,7 +123,8 @@ class Request:
             digest = hashlib.sha256((self.indexer / WEIGHTS).read_bytes()).hexdigest()[:16]
         device = describe_device(resolve_device(self.device))
         return {
-            "model": self.model,
+            # where a folder lies does not matter, and the backbone's hash is noted besides
+            "model": Path(self.model).name,
             "indexer": digest,
             "k": SCHEDULE if self.k is None else self.k,
             "limit": self.limit,
@@ -209,8 +210,11 @@ def _run(
         report(label, done, total)
         used = chooser == INDEXER
         way = Way(config, indexer if used else None, request.indexer if used else None)
-        row = {"task": task_name, "length": length, "variant": name, "chooser": chooser}
-        results.add({**row, "b_sel": block, **_measure(task, loaded, way, tick)})
+        row = {
+            "task": task_name, "length": length, "variant": name, "chooser": chooser,
+            "b_sel": block, "commit": results.value["commit"],
+        }  # fmt: skip
+        results.add({**row, **_measure(task, loaded, way, tick)})
 
 
 def _measure(task: Task, loaded: Loaded, way: Way, tick: Callable[[], None]) -> dict[str, Any]:

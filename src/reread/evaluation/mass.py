@@ -190,6 +190,7 @@ def draw(profile: MassProfile, path: Path, title: str) -> None:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     # the same file for the same figures, wherever it is drawn
     with rc_context({"svg.hashsalt": "reread", "svg.fonttype": "none"}):
@@ -205,6 +206,7 @@ def draw(profile: MassProfile, path: Path, title: str) -> None:
             axes.set_title(name)
             axes.set_xlabel("layer")
             axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.grid(alpha=0.3)
         panels[0].set_ylabel("tokens needed (median)")
         panels[0].legend()

@@ -88,10 +88,11 @@ def measure_mass(
 
     row = torch.tensor(ids, device=loaded.model.device)
     profile = mass_profile(loaded.model, row, request.ks, queries=request.queries, tick=tick)
+    name = Path(request.model).name
     if request.plot is not None:
-        draw(profile, request.plot, Path(request.model).name)
+        draw(profile, request.plot, name)
     source = "prompt file" if request.text is not None else request.tasks[0]
-    origin = {"model": request.model, "text": source, "seed": request.seed}
+    origin = {"model": name, "text": source, "seed": request.seed}
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     known = {**origin, "dtype": dtype, **provenance(loaded.model.device)}
     return profile, {**profile.to_dict(), **known}

@@ -144,9 +144,10 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device, dtype=torch.float32)
     angles = positions[..., None].float() * theta ** (-steps / half)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    # in float32 whatever x is: bfloat16 would round the turn itself
+    a, b = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 @torch.no_grad()

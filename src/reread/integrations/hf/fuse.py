@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 # called in this order with the same input, in every transformers model that has them
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+SIBLINGS = (ATTENTION, ("gate_proj", "up_proj"))
+BESIDE = "beside"  # rows of a stack that no sibling has: an indexer's projections
 
 
 class First(nn.Module):
@@ -47,6 +49,13 @@ class First(nn.Module):
         for name, part in zip(self.names[1:], rest, strict=True):
             self.kept[name] = part
         return first
+
+    def rest(self) -> Tensor:
+        """What was computed beside the siblings, which were all called before."""
+        if list(self.kept) != [BESIDE]:
+            raise RuntimeError(f"{self.names} are not called in this order, each once")
+        self.input = None
+        return self.kept.pop(BESIDE)
 
     def take(self, name: str, x: Tensor) -> Tensor:
         """What was computed for a later sibling; x must be what the first one was given."""
@@ -104,9 +113,12 @@ def shared_parameters(model: nn.Module) -> frozenset[int]:
     return frozenset(address for address, times in seen.items() if times > 1)
 
 
-def stack_siblings(module: nn.Module, shared: frozenset[int] = frozenset()) -> list[Stack]:
+def stack_siblings(
+    module: nn.Module, shared: frozenset[int] = frozenset(), beside: Tensor | None = None
+) -> list[Stack]:
     """Stack the weights of all siblings within `module`: plain linear layers only, and none whose
-    parameters are `shared` (see `shared_parameters`)."""
+    parameters are `shared` (see `shared_parameters`). beside: [rows, in], further rows for the
+    projections of the attention."""
     stacks = []
     for parent in module.modules():
         for names in SIBLINGS:
@@ -115,7 +127,8 @@ def stack_siblings(module: nn.Module, shared: frozenset[int] = frozenset()) -> l
                 continue
             own = [p.data_ptr() for linear in linears for p in linear.parameters()]
             if not shared.intersection(own) and len(set(own)) == len(own):
-                stacks.append(_stack(parent, names, linears))
+                more = beside if names == ATTENTION else None
+                stacks.append(_stack(parent, names, linears, more))
     return stacks
 
 
@@ -141,16 +154,25 @@ def _alike(linears: Sequence[Any]) -> bool:
 
 
 @torch.no_grad()
-def _stack(parent: nn.Module, names: tuple[str, ...], linears: Sequence[Any]) -> Stack:
+def _stack(
+    parent: nn.Module, names: tuple[str, ...], linears: Sequence[Any], beside: Tensor | None
+) -> Stack:
     sizes = [linear.out_features for linear in linears]
-    weight = torch.cat([linear.weight.data for linear in linears])
-    bias = None if linears[0].bias is None else torch.cat([x.bias.data for x in linears])
+    weights = [linear.weight.data for linear in linears]
+    biases = [] if linears[0].bias is None else [linear.bias.data for linear in linears]
+    computed = names
+    if beside is not None:
+        weights.append(beside.to(weights[0]))
+        biases += [biases[0].new_zeros(len(beside))] if biases else []
+        sizes, computed = [*sizes, len(beside)], (*names, BESIDE)
+    weight = torch.cat(weights)
+    bias = torch.cat(biases) if biases else None
     for i, linear in enumerate(linears):
         span = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
         linear.weight.data = weight[span]
         if bias is not None:
             linear.bias.data = bias[span]
-    first = First(weight, bias, sizes, names)
+    first = First(weight, bias, sizes, computed)
     stand_ins = (first, *(Next(first, name) for name in names[1:]))
     return Stack(parent, names, tuple(linears), stand_ins)
 

@@ -10,7 +10,7 @@ nothing is specialised on it). Afterwards the model is as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,8 @@ from ...cuda import new_stream
 from ...device import Arena
 from ...steps import StepShape
 from .cache import cache_keyword
-from .fuse import Stack, shared_parameters, stack_siblings, stacked
+from .fuse import ATTENTION as PROJECTIONS
+from .fuse import BESIDE, First, Stack, shared_parameters, stack_siblings, stacked
 
 ATTENTION = "reread_step"
 HANDLE = "reread_layer"  # keyword that tells the attention op its layer, int64 []
@@ -38,24 +39,29 @@ class _Active:
 
 
 @library.custom_op("reread::decode_attention", mutates_args=())
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float) -> Tensor:
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, index: Tensor | None
+) -> Tensor:
     """Append and attend for one layer of the active step.
 
     Opaque to the compiler, which would otherwise turn the float scale into a float64 tensor.
 
     Args:
         q: [B, H, 1, D]; k, v: [B, Hkv, 1, D]; layer: int64 [], on the CPU.
+        index: [B, 1, 2 d], what an indexer's projections gave; None without one.
 
     Returns:
         [B, 1, H, D].
     """
     step = _Active.step
     assert step is not None, "the op runs only within a step"
-    return step.attention(int(layer), q[:, :, 0], k[:, :, 0], v[:, :, 0], scale).unsqueeze(1)
+    raw = None if index is None else index[:, 0]
+    out = step.attention(int(layer), q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, raw)
+    return out.unsqueeze(1)
 
 
 @decode_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, index: Tensor | None) -> Tensor:
     return q.new_empty(q.shape[0], 1, q.shape[1], v.shape[3])
 
 
@@ -73,7 +79,9 @@ def _attention(
     if layer is None:
         layer = torch.tensor(module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.reread.decode_attention(query, key, value, layer, scale), None
+    first = module._modules.get("q_proj")
+    index = first.rest() if isinstance(first, First) and BESIDE in first.names else None
+    return torch.ops.reread.decode_attention(query, key, value, layer, scale, index), None
 
 
 class PassingCache(Cache):
@@ -130,15 +138,27 @@ def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
 class Weights:
     """What is done to a model's weights for its captured steps; undone by `close`."""
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: list[nn.Module], beside: Sequence[Tensor] = ()
+    ) -> None:
+        """beside: per layer, an indexer's query and key projection, [2 d, hidden]."""
         self.layers = layers
         shared = shared_parameters(model)
-        self.stacks: list[Stack] = [s for layer in layers for s in stack_siblings(layer, shared)]
+        self.stacks: list[Stack] = []
+        for i, layer in enumerate(layers):
+            self.stacks += stack_siblings(layer, shared, beside[i] if beside else None)
         self._model = model
         self._addresses = self._where()
 
     def _where(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._model.parameters())
+
+    @property
+    def index_beside(self) -> bool:
+        """Whether every layer's index projections are computed with those of its attention."""
+        return len(self.layers) > 0 and len(self.layers) == sum(
+            stack.names == PROJECTIONS for stack in self.stacks
+        )
 
     @property
     def moved(self) -> bool:
@@ -236,9 +256,11 @@ class StepGraphs:
         self.arena.lanes.barrier()
         return output
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, index: Tensor | None
+    ) -> Tensor:
         """One layer of the active step: q [B, H, D], k and v [B, Hkv, D] -> [B, H, D]."""
-        return self.arena.attend(layer, q, _Active.shape, scale, (k, v))
+        return self.arena.attend(layer, q, _Active.shape, scale, (k, v), index)
 
     @contextmanager
     def _swapped(self, shape: StepShape) -> Iterator[None]:
@@ -250,9 +272,10 @@ class StepGraphs:
         _Active.step, _Active.shape = self, shape
         try:
             with contextlib.ExitStack() as stack:
+                if self.compiled or self.arena.index is not None:
+                    stack.enter_context(stacked(self._weights.stacks))
                 if self.compiled:
                     stack.enter_context(_recompiles())
-                    stack.enter_context(stacked(self._weights.stacks))
                     stack.enter_context(_layers_compiled(self._weights.layers, self.arena.device))
                 yield
         finally:

@@ -45,11 +45,8 @@ class Reader:
         hidden = model.config.get_text_config(decoder=True).hidden_size
         if card.hidden != hidden:
             raise InputError(f"the indexer reads inputs of {card.hidden}, the model has {hidden}")
-        self.indexer = (
-            copy.deepcopy(indexer)
-            .to(device=weight.device, dtype=weight.dtype)
-            .requires_grad_(False)
-        )
+        own = copy.deepcopy(indexer).to(device=weight.device, dtype=weight.dtype)
+        self.indexer, self.layers = own.requires_grad_(False), layers
         self._modules: list[Any] = [m for m in model.modules() if _attends(m, layers)]
         found = {int(m.layer_idx) for m in self._modules}
         if found != set(layers):
@@ -57,6 +54,20 @@ class Reader:
             raise UnsupportedError(f"the attention of layers {lost} takes no {INPUT}")
         self._inputs: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Per layer its query and key projection, [2 n d, hidden]."""
+        parts: tuple[Any, ...] = self.indexer.query, self.indexer.key
+        return [torch.cat([part[str(i)].weight for part in parts]) for i in self.layers]
+
+    def kernels_lack(self, config: Config) -> str | None:
+        """Why the Triton kernels do not cover the indexer; None if they do."""
+        from ...ops.triton import index_refusal
+
+        card, prefill = self.indexer.card, config.prefill
+        block = 1 if prefill is None or prefill.chooser != "indexer" else prefill.b_sel
+        return index_refusal(card.heads, card.width, block, next(self.indexer.parameters()).dtype)
 
     def listen(self) -> None:
         """Keep the inputs of the forward pass that comes."""

@@ -23,6 +23,7 @@ from .capturable import obstacle, unknown_argument
 from .conversation import Conversation
 from .facts import kv_shape
 from .graph import StepGraphs, Weights, decoder_layers
+from .indexed import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,16 @@ class Runner:
         notes: what else the user should know.
     """
 
-    def __init__(self, model: Any, config: Config, layers: tuple[int, ...]) -> None:
-        """`layers`: indices of those that are made sparse.
+    def __init__(
+        self, model: Any, config: Config, layers: tuple[int, ...], reader: Reader | None = None
+    ) -> None:
+        """`layers`: indices of those that are made sparse; `reader`: of the indexer, if any.
 
         Raises:
             UnsupportedError: a head dim or dtype that the kernels do not cover, or
                 runner="graph" where steps cannot be captured.
         """
-        self._model, self._config = model, config
+        self._model, self._config, self._reader = model, config, reader
         text = model.config.get_text_config(decoder=True)
         self.heads = int(text.num_attention_heads)
         self._kv_heads, self._dim = kv_shape(text)
@@ -103,6 +106,8 @@ class Runner:
         )
         if self._model.device.type == "cpu" and self._model.dtype == torch.bfloat16:
             reason = "bfloat16 where they are interpreted"
+        if reason is None and self._reader is not None:
+            reason = self._reader.kernels_lack(self._config)
         if reason is not None:
             raise UnsupportedError(ops.refusal(reason))
 
@@ -143,11 +148,13 @@ class Runner:
         Raises:
             UnsupportedError: runner="graph", and steps cannot be captured any more.
         """
-        self.obstacle = self._forever or obstacle(self._model, self._layers)
-        if self.obstacle and self._config.runner == "graph":
-            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
         if self._weights is not None and self._weights.moved:
             self.close()
+        self.obstacle = self._forever or obstacle(self._model, self._layers)
+        if self._reader is not None and not self.obstacle and not self._stacked().index_beside:
+            self.obstacle = "a layer's projections cannot be stacked with those of the indexer"
+        if self.obstacle and self._config.runner == "graph":
+            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
 
     def _drop(self, arena: Arena) -> None:
         self._arenas.remove(arena)
@@ -158,7 +165,8 @@ class Runner:
         size = int(self._model.dtype.itemsize)
         keys = 2 * self._kv_heads * self._dim * size * len(self._layers)
         scratch = 4 * (self.heads + 4 * self._kv_heads) * RING
-        return rows * (keys + scratch)
+        index = 0 if self._reader is None else self._reader.indexer.card.width
+        return rows * (keys + scratch + index * size * len(self._layers))
 
     # -- a decode step
 
@@ -171,7 +179,8 @@ class Runner:
         whole = before is not None and not before.unfinished
         if before is not None and whole and before.holds(states):
             return
-        arena = Arena(states, self.heads, self._config)
+        theta = 0.0 if self._reader is None else self._reader.indexer.card.theta
+        arena = Arena(states, self.heads, self._config, theta=theta)
         if before is not None and whole and before.rows == arena.rows:
             arena.inherit(before)
         else:
@@ -188,7 +197,7 @@ class Runner:
         assert arena is not None
         chosen = conversation.states[arena.layers[0]].chosen
         for b, kind in enumerate(plan.kinds):
-            if kind is StepKind.FAST and chosen[b] is None:
+            if kind is StepKind.FAST and chosen[b] is None and self._config.mode != "indexed":
                 self._seed(conversation, arena, plan, b)
         return DeviceStep(conversation, arena, plan, arena.begin(plan, conversation.states))
 
@@ -269,10 +278,16 @@ class Runner:
     def _graphs_of(self, arena: Arena) -> StepGraphs:
         found = self._graphs.get(arena)
         if found is None:
-            if self._weights is None:
-                count = self._model.config.get_text_config(decoder=True).num_hidden_layers
-                self._weights = Weights(self._model, decoder_layers(self._model, count))
             found = self._graphs[arena] = StepGraphs(
-                self._model, self._forward, arena, self._weights, compiled=self._compiles
+                self._model, self._forward, arena, self._stacked(), compiled=self._compiles
             )
         return found
+
+    @torch.inference_mode(False)
+    def _stacked(self) -> Weights:
+        if self._weights is None:
+            count = self._model.config.get_text_config(decoder=True).num_hidden_layers
+            beside = () if self._reader is None else self._reader.rows
+            layers = decoder_layers(self._model, count)
+            self._weights = Weights(self._model, layers, beside)
+        return self._weights

@@ -212,6 +212,8 @@ class Session:
             if output is not None:
                 call.intercepted.update(call.conversation.states)
                 return output
+            if self._reader is not None:
+                self._reader.listen()
         return self._forward(*args, **kwargs)
 
     def attend(
@@ -243,7 +245,9 @@ class Session:
             return self._read(call, state, query, scale, iq)
         q = query[:, :, 0]
         if call.step is not None:
-            return call.step.arena.attend(layer, q, call.step.shape, scale, iq=iq).unsqueeze(1)
+            index = None if iq is None else iq[:, 0, 0].contiguous()
+            arena, shape = call.step.arena, call.step.shape
+            return arena.attend(layer, q, shape, scale, index=index).unsqueeze(1)
         meter = self._recorder.meter
         return decode_step(state, q, call.plan, self.config, scale, meter, iq).unsqueeze(1)
 

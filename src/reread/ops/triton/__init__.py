@@ -4,6 +4,7 @@ triton."""
 from .append import append
 from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
 from .index import block_topk, index_refusal, index_scores, indexer_topk
+from .index_decode import choose_keys, frequencies, turn_and_append
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
 from .workspace import Workspace, unsupported
@@ -15,10 +16,12 @@ __all__ = [
     "Workspace",
     "append",
     "block_topk",
+    "choose_keys",
     "decode_dense",
     "decode_mixed",
     "decode_sparse",
     "evidence",
+    "frequencies",
     "index_refusal",
     "index_scores",
     "indexer_topk",
@@ -26,5 +29,6 @@ __all__ = [
     "prefill_sparse",
     "refresh",
     "select",
+    "turn_and_append",
     "unsupported",
 ]

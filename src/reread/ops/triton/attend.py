@@ -106,7 +106,8 @@ def mixed_kernel(
     starts, lengths, slow, logits, width, low, high, window, chosen, counts, K, sink, scale2,
     B, programs, splits,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
-    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Slow rows by the first `programs` programs, fast rows by the others.
 
@@ -127,7 +128,7 @@ def mixed_kernel(
             tile, (pid - programs) % splits, splits, on, q, k, v, k_row, k_head, k_step,
             v_row, v_head, v_step, out, parts + slots * (G * D), sums + slots * (4 * ROWS),
             starts, lengths, window, chosen, counts, K, sink, scale2, q, q,
-            HKV, G, D, BN, DIRECT, False, STAGES, PRECISION,
+            HKV, G, D, BN, DIRECT, False, SHARED, STAGES, PRECISION,
         )  # fmt: skip
 
 

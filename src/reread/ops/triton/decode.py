@@ -49,8 +49,9 @@ class Chosen:
     """What fast rows read, all int32 on the device.
 
     Attributes:
-        indices: [B, Hkv, K] ascending, padded behind `counts`.
-        counts: [B, Hkv].
+        indices: [B, Hkv, K] ascending, padded behind `counts`; [B, 1, K] where all KV heads of a
+            row share them.
+        counts: [B, Hkv] or [B, 1].
         window_start: [B] first position of the recent window.
         sink: first positions of a row that are always read.
     """
@@ -59,6 +60,11 @@ class Chosen:
     counts: Tensor
     window_start: Tensor
     sink: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether all KV heads of a row have one list."""
+        return self.indices.shape[1] == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,8 @@ def decode_sparse(
         q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
         chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
         scale * LOG2_E, splits, k_new, v_new, *k_new.stride()[:2], *v_new.stride()[:2],
-        **shape, BN=block, DIRECT=splits == 1, NEW=new is not None, STAGES=tuning.stages,
+        **shape, BN=block, DIRECT=splits == 1, NEW=new is not None,
+        SHARED=chosen.shared, STAGES=tuning.stages,
         PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     if splits > 1:
@@ -197,7 +204,7 @@ def decode_mixed(
         work.logits, kv.k.shape[2], low, high, chosen.window_start, chosen.indices, chosen.counts,
         chosen.indices.shape[2], chosen.sink, scale * LOG2_E, q.shape[0], programs, splits,
         **_shape(q, kv), BN=block, EVIDENCE=evidence, DIRECT=splits == 1,
-        STAGES=2 * tuning.stages - 1, PRECISION=_precision(q),
+        SHARED=chosen.shared, STAGES=2 * tuning.stages - 1, PRECISION=_precision(q),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     sparse = splits > 1

@@ -24,18 +24,17 @@ SAMPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Launch parameters: keys a tile and tiles of a program, query blocks a program, warps; and of
-    the top-K, scores a step and warps."""
+    """Launch parameters: keys a tile and tiles of a program, query blocks a program, warps, stages;
+    and of the top-K, scores a step, and warps of its two launches."""
 
-    keys: int = 128
-    tiles: int = 8
+    keys: int = 64
+    tiles: int = 32
     group: int = 4
     warps: int = 4
-    wide: bool = False
-    stages: int = 2
+    stages: int = 3
     block: int = 2048
     topk_warps: int = 8
-    select_warps: int = 4
+    select_warps: int = 8
 
 
 DEFAULT = Tuning()
@@ -86,13 +85,11 @@ def index_scores(
     span, group = tuning.keys * tuning.tiles, tuning.group
     grid = (triton.cdiv(max(windows), span), triton.cdiv(blocks, group))
     if grid[0]:
-        kernel = index_kernels.wide_scores_kernel if tuning.wide else index_kernels.scores_kernel
-        extra = {"STAGES": tuning.stages} if tuning.wide else {}
-        kernel[grid](
+        index_kernels.scores_kernel[grid](
             iq, ik, scores, on_device(tuple(edges), device), on_device(tuple(windows), device),
             blocks, iq.stride(0), ik.stride(0), start + sink, length,
             D=iq.shape[1], BQ=max(16, triton.next_power_of_2(block)), BN=tuning.keys,
-            TILES=tuning.tiles, GROUP=group, **extra,
+            TILES=tuning.tiles, GROUP=group, STAGES=tuning.stages,
             PRECISION="ieee" if iq.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
         )  # fmt: skip
     return scores
@@ -119,7 +116,8 @@ def block_topk(
         )
     blocks = scores.shape[0]
     indices = torch.empty(blocks, width, dtype=torch.int32, device=device)
-    cap = max(1024, triton.next_power_of_2(2 * width))
+    # about 1.6 K are wanted in the list; a sample of SAMPLE is off by a tenth of that
+    cap = max(1024, triton.next_power_of_2(3 * width))
     keys, places = (torch.empty(blocks, cap, dtype=torch.int32, device=device) for _ in range(2))
     totals = torch.empty(blocks, dtype=torch.int32, device=device)
     spans = on_device(tuple(windows), device), on_device(tuple(sizes), device)

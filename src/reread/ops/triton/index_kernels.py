@@ -20,47 +20,13 @@ from .radix import COARSE, LOWEST, ordered, threshold_bin
 def scores_kernel(
     iq, ik, scores, edges, windows, blocks, iq_step, ik_step, low, pitch,
     D: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """scores(n, j) = max over the queries of block n of iq . ik(j), for j in [low, windows[n]).
 
     A program has GROUP blocks and TILES * BN keys. Keys are the rows of the product, so that the
-    maximum over queries stays within a thread's registers.
+    maximum over a block's queries stays within few threads.
     """
-    group = tl.program_id(1) * GROUP
-    first = tl.program_id(0) * (TILES * BN)
-    last_block = tl.minimum(group + GROUP, blocks) - 1
-    end = tl.load(windows + last_block)
-    for g in tl.static_range(GROUP - 1):
-        # windows grow with the blocks, but for those that read everything
-        end = tl.maximum(end, tl.load(windows + tl.minimum(group + g, last_block)))
-    if (first >= end) | (first + TILES * BN <= low):
-        return
-    origin = tl.load(edges)
-    d, lane, row = tl.arange(0, D), tl.arange(0, BN), tl.arange(0, BQ)
-    for tile in range(TILES):
-        at = first + tile * BN + lane
-        kk = tl.load(ik + at[:, None] * ik_step + d[None, :], mask=(at < end)[:, None], other=0.0)
-        for g in tl.static_range(GROUP):
-            # the last group may repeat the last block, with the same result
-            n = tl.minimum(group + g, last_block)
-            begin, after = tl.load(edges + n), tl.load(edges + n + 1)
-            window = tl.load(windows + n)
-            # a block that is cut short repeats its last query
-            mine = tl.minimum(begin + row, after - 1) - origin
-            qq = tl.load(iq + mine[None, :] * iq_step + d[:, None])
-            best = tl.max(tl.dot(kk, qq, input_precision=PRECISION), 1)
-            keep = (at >= low) & (at < window)
-            tl.store(scores + n.to(tl.int64) * pitch + at, best, mask=keep)
-
-
-@triton.jit
-def wide_scores_kernel(
-    iq, ik, scores, edges, windows, blocks, iq_step, ik_step, low, pitch,
-    D: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As above, with all queries of the program's blocks in one product."""
     group = tl.program_id(1) * GROUP
     first = tl.program_id(0) * (TILES * BN)
     d, lane, row = tl.arange(0, D), tl.arange(0, BN), tl.arange(0, GROUP * BQ)
@@ -113,7 +79,7 @@ def guess(scores, low, n, size, SAMPLE: tl.constexpr):
     offset = distance(keys, base) >> 16
     inside = offset < COARSE
     counts = tl.histogram(tl.where(inside, offset, 0).to(tl.int32), COARSE, mask=inside)
-    digit, wanted = threshold_bin(counts, wanted)
+    digit, _ = threshold_bin(counts, wanted)
     return raised(base, digit, 16)
 
 

@@ -25,11 +25,10 @@ MAX_BLOCK = 128
 class PrefillTuning:
     """Launch parameters: rows of a tile at most, keys a step, warps, pipeline stages."""
 
-    rows: int = 128
+    rows: int = 256
     keys: int = 64
     warps: int = 8
     stages: int = 3
-    ahead: bool = False
 
 
 def tuning_for(dim: int, dtype: torch.dtype) -> PrefillTuning:
@@ -90,7 +89,6 @@ def prefill_sparse(
         on_device(tuple(edges), q.device), on_device(tuple(windows), q.device), chosen, counts,
         chosen.shape[1], scale * LOG2_E,
         G=group, HEADS=packed, BQ=queries, D=dim, BN=tuned.keys, STAGES=tuned.stages,
-        AHEAD=tuned.ahead,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tuned.warps,
         num_stages=tuned.stages,
     )  # fmt: skip

@@ -29,29 +29,21 @@ def absorb_rows(s, vv, scale2, m, z, acc, PRECISION: tl.constexpr):
 @triton.jit
 def walk_chosen(
     qs, k, v, k_step, v_step, chosen, count, scale2, m, z, acc,
-    BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to `count` listed positions; whole tiles first, so that those need no mask."""
     d, lane = tl.arange(0, D), tl.arange(0, BN)
     whole = count // BN * BN
-    if AHEAD:
-        # positions come one step ahead of the keys that are loaded from them
-        at = tl.load(chosen + lane, mask=lane < whole, other=0)
-        for n in tl.range(0, whole, BN, num_stages=STAGES):
-            at_next = tl.load(chosen + n + BN + lane, mask=n + BN + lane < whole, other=0)
-            kk = tl.load(k + at[:, None] * k_step + d[None, :])
-            vv = tl.load(v + at[:, None] * v_step + d[None, :])
-            s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
-            m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
-            at = at_next
-    else:
-        for n in tl.range(0, whole, BN, num_stages=STAGES):
-            at = tl.load(chosen + n + lane)
-            kk = tl.load(k + at[:, None] * k_step + d[None, :])
-            vv = tl.load(v + at[:, None] * v_step + d[None, :])
-            s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
-            m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
+    # positions come one step ahead of the keys that are loaded from them
+    at = tl.load(chosen + lane, mask=lane < whole, other=0)
+    for n in tl.range(0, whole, BN, num_stages=STAGES):
+        at_next = tl.load(chosen + n + BN + lane, mask=n + BN + lane < whole, other=0)
+        kk = tl.load(k + at[:, None] * k_step + d[None, :])
+        vv = tl.load(v + at[:, None] * v_step + d[None, :])
+        s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
+        m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
+        at = at_next
     if whole < count:
         keep = whole + lane < count
         at = tl.load(chosen + whole + lane, mask=keep, other=0)
@@ -94,7 +86,7 @@ def prefill_kernel(
     q, k, v, out, q_head, q_step, k_head, k_step, v_head, v_step, out_head, out_step,
     edges, windows, chosen, counts, width, scale2,
     G: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of queries, one KV head, HEADS of its G query heads.
 
@@ -125,7 +117,7 @@ def prefill_kernel(
     v += h.to(tl.int64) * v_head
     m, z, acc = walk_chosen(
         qs, k, v, k_step, v_step, chosen + n.to(tl.int64) * width, count, scale2, m, z, acc,
-        BN, D, STAGES, AHEAD, PRECISION,
+        BN, D, STAGES, PRECISION,
     )  # fmt: skip
     m, z, acc = walk_window(
         qs, k, v, k_step, v_step, window, edge, after, position, scale2, m, z, acc,

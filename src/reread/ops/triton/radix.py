@@ -1,12 +1,13 @@
 # mypy: ignore-errors
 """A deterministic top-K in two launches behind the scores, same grid in both.
 
-Whoever writes the scores counts them in steps of 1/8 (`count_coarse`). `list_kernel` finds the step
-that holds the K-th largest and lists its members, few in any real distribution of attention;
-`gather_kernel` finds the K-th largest among those, 8 bits of an order-preserving integer key a
-pass, and writes the survivors. Counts per chunk say where each chunk writes, so indices come out
-ascending and ties go to the lower index. Atomics decide in which order members are listed, and only
-sums over the list are used: the result does not depend on the order in which programs run.
+Whoever writes the scores counts them in steps of 1/8 (`count_coarse`), or for scores of any scale
+in eight steps an octave (WIDE). `list_kernel` finds the step that holds the K-th largest and lists
+its members, few in any real distribution of attention; `gather_kernel` finds the K-th largest among
+those, 8 bits of an order-preserving integer key a pass, and writes the survivors. Counts per chunk
+say where each chunk writes, so indices come out ascending and ties go to the lower index. Atomics
+decide in which order members are listed, and only sums over the list are used: the result does not
+depend on the order in which programs run.
 
 A step that holds very many (a field of ties) is right too, and slower: every program of the head
 walks the list.
@@ -33,6 +34,24 @@ def ordered(z):
 def coarse_bin(z):
     """Steps of 1/8 from -24 to 8: scaling by a power of two is exact, so this grows with z."""
     return tl.floor(tl.minimum(tl.maximum(z, -24.0), 7.9) * 8.0).to(tl.int32) + 192
+
+
+@triton.jit
+def wide_bin(z):
+    """Eight steps an octave of 1 + |z|, negative scores below positive ones: for scores of any
+    scale, as those of an indexer."""
+    # exponent and three bits of the mantissa: exact, so that this never falls as z grows
+    bits = (1.0 + tl.abs(z)).to(tl.int32, bitcast=True) >> 20
+    step = tl.minimum(bits - (127 << 3), 127)
+    return tl.where(z < 0, 127 - step, 128 + step)
+
+
+@triton.jit
+def bin_of(z, WIDE: tl.constexpr):
+    """The bin that the first count puts a score in."""
+    if WIDE:
+        return wide_bin(z)
+    return coarse_bin(z)
 
 
 @triton.jit
@@ -79,7 +98,7 @@ def coarse_kernel(scores, hists, pitch, low, high, active, HKV: tl.constexpr, BL
 @triton.jit
 def list_kernel(
     scores, hists, cursors, cuts, tallies, keys, places, pitch, low, high, active, k,
-    HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The boundary bin and how many of it are wanted (cuts [.., 2]), its members (keys, places),
     and per chunk how many lie above it and in it (tallies [.., 2, CHUNKS])."""
@@ -101,7 +120,7 @@ def list_kernel(
         # every program of a head notes the same
         tl.store(cuts + head * 2, found)
         tl.store(cuts + head * 2 + 1, wanted)
-        bins = coarse_bin(z)
+        bins = bin_of(z, WIDE)
         member = keep & (bins == found)
         above = tl.sum((keep & (bins > found)).to(tl.int32), 0)
         members = tl.sum(member.to(tl.int32), 0)
@@ -115,10 +134,24 @@ def list_kernel(
 
 
 @triton.jit
-def boundary_key(keys, members, found, wanted, BLOCK: tl.constexpr):
+def listed_span(keys, members, BLOCK: tl.constexpr):
+    """First and last of the listed keys; those of a wide bin have one sign."""
+    first, last = tl.full([], HIGHEST, tl.int32), tl.full([], LOWEST, tl.int32)
+    for i in range(0, members, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        first = tl.minimum(first, tl.min(tl.load(keys + at, mask=at < members, other=HIGHEST), 0))
+        last = tl.maximum(last, tl.max(tl.load(keys + at, mask=at < members, other=LOWEST), 0))
+    return first, last
+
+
+@triton.jit
+def boundary_key(keys, members, found, wanted, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """The `wanted`-th largest of the listed keys of bin `found`, and how many of its ties are
     wanted."""
-    base, last = keys_of_bin(found)
+    if WIDE:
+        base, last = listed_span(keys, members, BLOCK)
+    else:
+        base, last = keys_of_bin(found)
     span = last - base
     while span > 0:
         shift = tl.where(span >= 1 << 16, tl.where(span >= 1 << 24, 24, 16), 8)
@@ -152,7 +185,7 @@ def listed_before(keys, places, members, cut, origin, BLOCK: tl.constexpr):
 def gather_kernel(
     scores, hists, cursors, cuts, tallies, keys, places, indices, counts, pitch, low, high,
     active, k,
-    HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the survivors in ascending order, -1 behind them, and leave histogram and cursor at
     zero for the next call."""
@@ -185,7 +218,7 @@ def gather_kernel(
     keep = (at >= begin) & (at < end)
     key = ordered(tl.load(scores + head.to(tl.int64) * pitch + at, mask=keep, other=0.0))
     found, wanted = tl.load(cuts + head * 2), tl.load(cuts + head * 2 + 1)
-    cut, wanted = boundary_key(keys, members, found, wanted, BLOCK)
+    cut, wanted = boundary_key(keys, members, found, wanted, BLOCK, WIDE)
     above_before, ties_before = listed_before(keys, places, members, cut, origin, BLOCK)
     above_before += tl.sum(tl.where(lane < chunk, aboves, 0), 0)
     tie = keep & (key == cut)

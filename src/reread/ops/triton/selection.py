@@ -43,7 +43,7 @@ def select(
     rows, heads, width = mass.shape
     plan = _plan((rows, heads, width), config, (low, high), active, work)
     _scores(mass, 0, norms, plan, config, work)
-    _top_k(plan, work, indices, counts)
+    top_k(plan, work, indices, counts)
 
 
 def evidence(
@@ -96,7 +96,7 @@ def refresh(
     rows, kv_heads, width = kv.k.shape[:3]
     plan = _plan((rows, kv_heads, width), config, allowed, active, work)
     _scores(work.logits, heads // kv_heads, None, plan, config, work)
-    _top_k(plan, work, indices, counts)
+    top_k(plan, work, indices, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +201,15 @@ def _cross_heads(plan: Plan, config: SelectorConfig, work: Workspace) -> None:
     )  # fmt: skip
 
 
-def _top_k(plan: Plan, work: Workspace, indices: Tensor, counts: Tensor) -> None:
+def top_k(
+    plan: Plan, work: Workspace, indices: Tensor, counts: Tensor, *, wide: bool = False
+) -> None:
+    """The K largest of `work.scores`, whose first count is made; wide: with wide bins."""
     assert indices.is_contiguous()
     assert counts.is_contiguous()
     shared = (work.scores, work.hists, work.cursors, work.cuts, work.tallies, *work.members)
     tail = (plan.pitch, *plan.span, indices.shape[2])
     fixed = {"HKV": plan.kv_heads, "CHUNKS": work.chunks, "BLOCK": CHUNK, "num_warps": 8}
+    fixed["WIDE"] = wide
     radix.list_kernel[plan.grid](*shared, *tail, **fixed)
     radix.gather_kernel[plan.grid](*shared, indices, counts, *tail, **fixed)

@@ -23,14 +23,17 @@ def sparse_piece(
     parts, sums,
     starts, lengths, window, chosen, counts, K, sink, scale2, k_new, v_new,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, NEW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, NEW: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Split `split` of `splits` of one tile; DIRECT (a single split) writes the output, otherwise
-    a partial. NEW: the newest position is at k_new and v_new, not in the cache; split 0 has it."""
+    a partial. NEW: the newest position is at k_new and v_new, not in the cache; split 0 has it.
+    SHARED: all KV heads of a row have one list."""
     b, h = tile // HKV, tile % HKV
+    which = b if SHARED else tile
     # loaded before the branch, so that these loads overlap
     start, recent, length = tl.load(starts + b), tl.load(window + b), tl.load(lengths + b)
-    count = tl.load(counts + tile)
+    count = tl.load(counts + which)
     qs = load_queries(q, b, h, G, D, HKV)
     if NEW:
         length -= 1
@@ -55,7 +58,7 @@ def sparse_piece(
         m, z, acc = walk_list(
             qs, k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head,
             v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head, k_step, v_step,
-            chosen + tile.to(tl.int64) * K, start, sinks, count, recent, first, last, scale2,
+            chosen + which.to(tl.int64) * K, start, sinks, count, recent, first, last, scale2,
             m, z, acc, BN, D, STAGES, PRECISION,
         )  # fmt: skip
         if DIRECT:
@@ -73,7 +76,8 @@ def sparse_kernel(
     starts, lengths, active, window, chosen, counts, K, sink, scale2, splits,
     k_new, v_new, k_new_row, k_new_head, v_new_row, v_new_head,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, NEW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, NEW: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sparse rows alone: `splits` programs for each row and KV head.
 
@@ -90,7 +94,7 @@ def sparse_kernel(
         tile, pid % splits, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step,
         out, parts, sums,
         starts, lengths, window, chosen, counts, K, sink, scale2, k_new, v_new,
-        HKV, G, D, BN, DIRECT, NEW, STAGES, PRECISION,
+        HKV, G, D, BN, DIRECT, NEW, SHARED, STAGES, PRECISION,
     )  # fmt: skip
     if NEW:
         d = tl.arange(0, D)

@@ -1,0 +1,73 @@
+"""An indexer in decode steps on the GPU: same meaning as `indexer.apply`, all rows at once, nothing
+read on the host."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from . import index_decode_kernels
+from .decode import Allowed
+from .selection import Plan, top_k
+from .workspace import CHUNK, Workspace
+
+TILE = 256  # keys that a program scores at a time
+
+
+def frequencies(width: int, theta: float, device: torch.device) -> Tensor:
+    """Of the rotary positions of an indexer, fp32 [d / 2]."""
+    half = width // 2
+    return theta ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
+
+
+def turn_and_append(
+    raw: Tensor, index: Tensor, turns: Tensor, starts: Tensor, lengths: Tensor
+) -> Tensor:
+    """Turn index queries and keys by their position, and write the keys to position lengths - 1.
+
+    Args:
+        raw: [B, 2 d], W_q x and W_k x of each row's newest token; index: [B, 1, L, d]; turns: from
+            `frequencies`; starts, lengths: int32 [B].
+
+    Returns:
+        the index queries [B, d], scaled by 1 / sqrt(d).
+    """
+    rows, width = raw.shape[0], index.shape[3]
+    queries = torch.empty(rows, width, dtype=index.dtype, device=raw.device)
+    assert raw.stride(1) == index.stride(3) == 1
+    index_decode_kernels.turn_kernel[(rows,)](
+        raw, raw.stride(0), index, index.stride(0), index.stride(2), queries, turns, starts,
+        lengths, math.sqrt(1 / width), D=width, num_warps=1,
+    )  # fmt: skip
+    return queries
+
+
+def choose_keys(
+    queries: Tensor,
+    index: Tensor,
+    allowed: Allowed,
+    *,
+    work: Workspace,
+    active: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+) -> None:
+    """The highest scores of each active row's candidates, into `indices` int32 [B, 1, K], ascending
+    and padded with -1, and `counts` [B, 1]; ties go to the lower position.
+
+    Args:
+        queries: [B, d]; index: [B, 1, L, d]; allowed: int32 [B] low and high of the candidates.
+        work: of one head and one KV head. active: int32 [B], 0 = leave the row alone.
+    """
+    rows, _, width, dim = index.shape
+    plan = Plan(rows, 1, width, (*allowed, active), 0, 0)
+    work.require_scores(plan.heads * plan.pitch)
+    assert queries.is_contiguous()
+    index_decode_kernels.row_scores_kernel[(triton.cdiv(width, CHUNK), rows)](
+        queries, index, index.stride(0), index.stride(2), work.scores, work.hists, plan.pitch,
+        *plan.span, D=dim, BLOCK=CHUNK, BN=TILE, num_warps=8,
+    )  # fmt: skip
+    top_k(plan, work, indices, counts, wide=True)
