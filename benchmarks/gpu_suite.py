@@ -32,6 +32,10 @@ CELLS: dict[str, list[tuple[int, int]]] = {
     "qwen3-4b": [(16, 8192), (16, 32768), (4, 131072), (1, 131072), (4, 2048), (4, 8192),
                  (4, 32768)],
 }  # fmt: skip
+INDEXED: dict[str, list[tuple[int, int]]] = {
+    "qwen3-0.6b": [(8, 131072), (16, 32768)],
+    "qwen3-4b": [(4, 131072), (16, 32768)],
+}
 Keep = Callable[[dict[str, Any]], None]
 TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
 
@@ -72,6 +76,23 @@ def decode(commit: str, keep: Keep) -> None:
         keep({**result, "rows": rows})
 
 
+def indexed(commit: str, keep: Keep) -> None:
+    """`reread bench decode --preset indexed` on long contexts."""
+    rows: list[dict[str, Any]] = []
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        keep({"rows": rows})
+
+    for name, cells in INDEXED.items():
+        result = table.measure(
+            Shape.named(name), cells, Config.preset("indexed"),
+            slow_every=(), arms=dense_arms(), commit=commit, progress=say, on_row=note,
+        )  # fmt: skip
+        result["config"].pop("shape")
+        keep({**result, "rows": rows})
+
+
 def say(what: str) -> None:
     """Progress, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
@@ -102,6 +123,7 @@ def main() -> None:
 
 PARTS: dict[str, Callable[[str, Keep], None]] = {
     "decode": decode,
+    "indexed": indexed,
     "kernels": kernels,
     "tests": run_tests,
 }

@@ -205,3 +205,15 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_built(
     monkeypatch.setattr(table, "random_model", build)
     with pytest.raises(InputError, match=message):
         table.measure(SHAPE, [(2, 64), cell], CONFIG, slow_every=[6.8], arms=[OURS])
+
+
+def test_an_indexer_at_every_step_is_an_arm() -> None:
+    config = Config.preset("indexed").updated({"k": 16, "recent": 8})
+    row = decode.measure(
+        SHAPE, ROWS, CONTEXT, config, slow_every=(), arms=[OURS], bandwidth=BANDWIDTH
+    )
+    arm = row["indexed"]
+    assert arm["agreement"] >= 0.99
+    assert arm["error"] < 1e-3
+    assert arm["speedup"] == pytest.approx(row["dense"][0]["ms"] / arm["ms"])
+    assert "quality not claimed" in arm["claim"]

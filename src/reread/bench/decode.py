@@ -27,6 +27,7 @@ from ..types import StepKind
 from .arms import DenseArena, DenseArm, NoAttention, ReferenceArena
 from .checks import difference, require_close
 from .harness import Bench, timing
+from .indexed import indexed_arm
 from .model import random_caches, random_model
 from .timing import Record, milliseconds, require_cuda
 
@@ -80,7 +81,11 @@ def measure(
         reasons = "; ".join(f"{arm['arm']}: {arm['not_run']}" for arm in dense if "not_run" in arm)
         raise InputError(f"no dense arm ran, so there is nothing to compare with ({reasons})")
     fastest = min(runnable, key=lambda arm: arm["ms"])
-    ours = _our_arms(bench, slow_every, logits, fastest, progress)
+    if config.mode == "indexed":
+        progress("indexed: capturing")
+        ours: Record = {"indexed": indexed_arm(bench, fastest)}
+    else:
+        ours = _our_arms(bench, slow_every, logits, fastest, progress)
     record |= {
         "kv_bytes": rows * context * shape.kv_bytes_per_token(),
         "fastest_dense": fastest["arm"], "dense": dense, **ours,

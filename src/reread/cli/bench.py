@@ -72,6 +72,8 @@ class DecodeOptions(BenchOptions, PresetOptions):
         """
         if self.sentence is None:
             expected = expected_slow_every(config.triggers)
+            if config.mode == "indexed":
+                return []
             if math.isinf(expected):
                 raise InputError("no trigger makes a step slow: give --sentence N")
             return [expected]
@@ -131,7 +133,10 @@ def decode_command(options: DecodeOptions) -> None:
         return
     out = Console(file=sys.stdout, highlight=False)
     out.print(decode_table(result))
-    out.print(f"Mean tokens between slow steps {', '.join(f'{gap:g}' for gap in gaps)}: {told}.")
+    if gaps:
+        out.print(
+            f"Mean tokens between slow steps {', '.join(f'{gap:g}' for gap in gaps)}: {told}."
+        )
     out.print("Random weights and keys: speed does not depend on them, quality is not measured.")
 
 
@@ -151,7 +156,10 @@ def decode_table(result: dict[str, Any]) -> Table:
                 table.add_row(cell, f"{arm['arm']}: {arm['not_run']}")
             elif "ms" in arm:
                 table.add_row(cell, arm["arm"], *_figures(arm, best["ms"] / arm["ms"]))
-        for place, ours in row["slow_fast"].items():
+        if "indexed" in row:
+            arm = row["indexed"]
+            table.add_row(cell, "indexed", *_figures(arm, arm["speedup"]))
+        for place, ours in row.get("slow_fast", {}).items():
             for gap in row["slow_every"]:
                 arm = ours[f"1/{gap:g}"]
                 table.add_row(cell, f"slow 1/{gap:g}, {place}", *_figures(arm, arm["speedup"]))

@@ -1,0 +1,127 @@
+"""Whole decode steps in mode "indexed": projections, scores over all index keys, top-K and sparse
+attention in every layer of every step; random weights, so speed alone is claimed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..device import Arena
+from ..indexer.apply import choose_keys
+from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
+from ..integrations.hf.indexers import new_indexer
+from ..kv import Buffers
+from ..ops import reference
+from ..steps import StepShape
+from ..types import KVView, Selection, StepKind
+from .checks import difference, require_close
+from .harness import Bench, timing
+from .timing import Record
+
+if TYPE_CHECKING:
+    from ..ops.triton import Chosen
+
+WIDTH = 64
+AGREEMENT = 0.99  # sums in another order may swap keys at the end of the list
+CLAIM = "random weights and a random-init indexer: runtime headroom, quality not claimed"
+
+
+class CheckedArena(Arena):
+    """What the kernels chose, against the reference; the rows' attention is then the reference's.
+
+    Attributes:
+        agreement: smallest share of a choice that the reference chose too.
+    """
+
+    agreement = 1.0
+    rows_checked: tuple[int, ...] = ()
+    _queries: Tensor | None = None
+
+    def _chosen(self, layer: int, shape: StepShape, index: Tensor | None, *, raw: bool) -> Chosen:
+        assert index is not None
+        assert self.index is not None
+        self._queries = self.index.append(layer, index)
+        return super()._chosen(layer, shape, self._queries, raw=False)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        shape: StepShape,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """See `Arena.attend`; fast steps only."""
+        out = super().attend(layer, q, shape, scale, new, index)
+        assert self.index is not None
+        assert self._queries is not None
+        buffer, length = self.buffers[layer], int(self.field("lengths")[0])
+        low, high = int(self.field("low")[0]), int(self.field("high")[0])
+        for b in self.rows_checked:
+            iq = self._queries[b].view(1, 1, -1)
+            want = choose_keys(iq, self.index.caches[layer][b], low, high, 0, self.config.k)
+            got = self.index.indices[b, 0]
+            same = float(torch.isin(got, want).float().mean())
+            self.agreement = min(self.agreement, same)
+            row, heads = slice(b, b + 1), buffer.k.shape[1]
+            view = KVView(buffer.k[row], buffer.v[row], (0,), (length,))
+            counts = self.index.counts[row].expand(-1, heads).contiguous()
+            selection = Selection(got.expand(1, heads, -1).contiguous(), counts)
+            out[row] = reference.decode_sparse(
+                q[row], view, selection, [high], sink=self.config.sink, scale=scale
+            )
+        return out
+
+
+def indexed_arm(bench: Bench, fastest: Record) -> Record:
+    """Milliseconds of a step, checked first; `fastest`: the fastest dense arm."""
+    indexed = _with_index(bench)
+    graphs = indexed.graphs(_arena(indexed, Arena))
+    kinds, ages = [StepKind.FAST] * bench.rows, [0] * bench.rows
+    got = indexed.step(graphs, kinds, ages).clone()
+    checked = _arena(indexed, CheckedArena)
+    assert isinstance(checked, CheckedArena)
+    checked.rows_checked = tuple(sorted({0, bench.rows - 1}))
+    plain = StepGraphs(
+        indexed.model, indexed.model.forward, checked, indexed.weights, compiled=False
+    )
+    plain.captures = False
+    error = difference(indexed.step(plain, kinds, ages), got)
+    require_close(error, "indexed step")
+    require_close(1 - checked.agreement if checked.agreement < AGREEMENT else 0.0, "choice")
+    timed = timing(indexed, graphs, kinds)
+    layers = bench.shape.layers
+    read = bench.context * bench.rows * WIDTH * 2 * layers / bench.bandwidth * 1e3
+    floor = bench.floor_ms(bench.config.budget) + read
+    return {
+        **timed, "speedup": fastest["ms"] / timed["ms"], "floor_ms": floor,
+        "roofline": floor / timed["ms"], "tokens_per_s": bench.rows / timed["ms"] * 1e3,
+        "error": error, "agreement": checked.agreement, "extra_bytes": graphs.arena.nbytes,
+        "width": WIDTH, "claim": CLAIM,
+    }  # fmt: skip
+
+
+def _arena(bench: Bench, kind: type[Arena]) -> Arena:
+    return kind(bench.states, bench.shape.heads, bench.config, theta=1e6)
+
+
+def _with_index(bench: Bench) -> Bench:
+    """The same caches with index keys beside them, the same model with index projections."""
+    model: Any = bench.model
+    indexer = new_indexer(model, WIDTH, 1, "random").to(model.device, model.dtype)
+    parts: tuple[Any, ...] = indexer.query, indexer.key
+    rows = [torch.cat([p[str(i)].weight.detach() for p in parts]) for i in indexer.card.layers]
+    for state in bench.states.values():
+        own = state.kv.buffers()
+        size = (bench.rows, 1, own.k.shape[2], WIDTH)
+        index = torch.empty(size, device=own.k.device, dtype=own.k.dtype).normal_()
+        length = state.kv.length
+        state.kv.length = 0
+        state.kv.use(Buffers(own.k, own.v, own.norms, index))
+        state.kv.length = state.kv.indexed = length
+    weights = Weights(model, decoder_layers(model, bench.shape.total_layers), rows)
+    return dataclasses.replace(bench, weights=weights)
