@@ -139,7 +139,7 @@ def variants(layer: Layer, save: Callable[[str, Any, float], None]) -> None:
     for rows, keys, warps, stages in (
         (256, 64, 8, 3), (256, 64, 8, 4), (256, 64, 16, 3), (128, 32, 8, 4), (128, 32, 8, 5),
         (128, 32, 4, 4), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 64, 4, 3),
-        (64, 32, 4, 4), (64, 64, 4, 3),
+        (64, 32, 4, 4), (64, 64, 4, 3), (128, 32, 8, 2), (128, 64, 8, 1), (128, 16, 8, 4),
     ):  # fmt: skip
         tuned = prefill.PrefillTuning(rows=rows, keys=keys, warps=warps, stages=stages)
         try_one(

@@ -28,13 +28,13 @@ class Tuning:
     and of the top-K, scores a step, and warps of its two launches."""
 
     keys: int = 64
-    tiles: int = 32
+    tiles: int = 64
     group: int = 4
     warps: int = 4
     stages: int = 3
     block: int = 2048
     topk_warps: int = 8
-    select_warps: int = 8
+    select_warps: int = 4
 
 
 DEFAULT = Tuning()

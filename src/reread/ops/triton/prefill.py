@@ -36,7 +36,7 @@ def tuning_for(dim: int, dtype: torch.dtype) -> PrefillTuning:
     if dtype == torch.float32:
         return PrefillTuning(rows=64, keys=32, warps=4, stages=2)
     if dim == 256:
-        return PrefillTuning(rows=128, keys=32, warps=8, stages=2)
+        return PrefillTuning(rows=128, keys=32, warps=8, stages=4)
     return PrefillTuning()
 
 
