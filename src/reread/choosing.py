@@ -52,7 +52,8 @@ class IndexLane:
         from .ops.triton import turn_and_append
 
         starts, lengths = self._field("starts"), self._field("lengths")
-        return turn_and_append(raw, self.caches[layer], self._turns, starts, lengths)
+        index = self.caches[layer]
+        return turn_and_append(raw[:, None], index, self._turns, starts, lengths)[:, 0]
 
     def choose(self, layer: int, queries: Tensor) -> None:
         """What the step's fast rows read: see `indices`."""

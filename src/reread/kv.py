@@ -90,15 +90,25 @@ class GrowingKV:
         Raises:
             InputError: positions before those have none.
         """
-        first = self.length - keys.shape[2]
+        room = self.index_room(keys.shape[2], keys)
+        room[:, :, self.length - keys.shape[2] : self.length] = keys.detach()
+
+    def index_room(self, new: int, like: Tensor) -> Tensor:
+        """The index cache [B, n, capacity, d] for the caller to write the newest `new` positions,
+        which count as written. like: another tensor [B, n, ..., d] of the same dtype.
+
+        Raises:
+            InputError: positions before those have no index keys.
+        """
+        first = self.length - new
         if self.indexed < first:
             raise InputError(
                 f"the cache holds {first} tokens, of {self.indexed} the indexer has read: "
                 "read the whole text with the indexer attached"
             )
-        self._index = self._room(self._index, keys, self.length, self.indexed)
-        self._index[:, :, first : self.length] = keys.detach()
+        self._index = self._room(self._index, like, self.length, self.indexed)
         self.indexed = self.length
+        return self._index
 
     def _room(
         self, buffer: Tensor | None, new: Tensor, end: int, filled: int | None = None

@@ -27,6 +27,7 @@ class PrefillMeter:
 
     read: int = 0
     cached: int = 0
+    backend: str = ""  # of the attention that was sparse; "" where none was
 
     def dense(self, first: int, last: int, start: int) -> None:
         """Queries [first, last) of a row read everything from `start` on."""
@@ -82,18 +83,20 @@ def prefill_step(
         iq: [B, n, T, d] index queries, for the chooser "indexer"; the index keys are in `state.kv`.
 
     Returns:
-        [B, H, T, Dv]; None where no query would leave anything out, so that dense may run.
+        [B, T, H, Dv]; None where no query would leave anything out, so that dense may run.
     """
     kv = state.kv
     if all(covers(start, kv.length, config) for start in starts):
         for start in starts:
             meter.dense(kv.length - q.shape[2], kv.length, start)
         return None
-    out = torch.empty(*q.shape[:3], kv.values.shape[3], dtype=q.dtype, device=q.device)
+    rows, heads, new = q.shape[:3]
+    # as transformers wants it, so that nothing is copied behind the kernels
+    out = torch.empty(rows, new, heads, kv.values.shape[3], dtype=q.dtype, device=q.device)
     for b, start in enumerate(starts):
         index = None if iq is None else (iq[b], kv.index[b])
         row = (q[b], kv.keys[b], kv.values[b], start, config, scale, meter)
-        out[b] = prefill_row(*row, index=index, backend=backend)
+        prefill_row(*row, index=index, backend=backend, out=out[b].transpose(0, 1))
     return out
 
 
@@ -101,7 +104,7 @@ def prefill_step(
 def prefill_row(
     q: Tensor, k: Tensor, v: Tensor, start: int, config: SparsePrefill, scale: float,
     meter: PrefillMeter, *, index: tuple[Tensor, Tensor] | None = None,
-    backend: str = "reference",
+    backend: str = "reference", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the newest T positions of one row, the last of L.
 
@@ -110,13 +113,17 @@ def prefill_row(
             read differs from dense attention.
         start: first position that is no padding.
         index: queries [n, T, d] and keys [n, L, d] of an indexer.
+        out: [H, T, Dv] to write to; None: made.
 
     Returns:
         [H, T, Dv]; zeros where the query is padding.
     """
     length = k.shape[1]
     offset = length - q.shape[1]
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    if out is None:
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    out[:, : max(0, start - offset)] = 0
+    meter.backend = backend
     # kernels keep one row of scores for a block
     fused = backend == "triton" and config.chooser == "indexer"
     rows = 1 if fused else q.shape[0] * config.b_sel
@@ -131,10 +138,10 @@ def prefill_row(
             )  # fmt: skip
         else:
             selection = choose(q[:, at], k[:, seen], start, piece, config, scale)
-        out[:, at] = prefill_sparse(
+        prefill_sparse(
             q[:, at], k[:, seen], v[:, seen], selection,
             start=start, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
-            backend=backend,
+            backend=backend, out=out[:, at],
         )  # fmt: skip
         _count(piece, start, config.sink, meter)
     return out

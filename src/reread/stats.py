@@ -18,6 +18,8 @@ class Stats:
             would have read.
         prefill_keys_share: keys read by full-attention layers in a sparse prefill / keys that dense
             attention would have read there; 1 where the prefill was dense.
+        prefill_backend: the ops that read the prompt sparsely ("reference" or "triton"); "" where
+            it was read densely.
         slow_reasons: how many slow steps each trigger caused, over all rows.
         decode_steps: forward passes after the prefill.
         new_tokens: tokens produced per row (padding after a row's end included).
@@ -36,6 +38,7 @@ class Stats:
     full_steps: list[int] = field(default_factory=list)
     keys_read_share: float = 1.0
     prefill_keys_share: float = 1.0
+    prefill_backend: str = ""
     slow_reasons: dict[str, int] = field(default_factory=dict)
     decode_steps: int = 0
     new_tokens: int = 0

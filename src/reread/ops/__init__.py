@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +139,7 @@ def prefill_sparse(
     sink: int,
     scale: float,
     backend: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of consecutive queries of one row, each block of them over sink + selected +
     everything from its window on, causal to the token.
@@ -150,6 +152,7 @@ def prefill_sparse(
         windows: per block, first position of what it always reads, at most the block's first.
         sink: how many of the row's first positions are always read.
         backend: as for `resolve_backend`.
+        out: [H, N, Dv] to write to; None: made.
 
     Returns:
         [H, N, Dv].
@@ -157,12 +160,13 @@ def prefill_sparse(
     assert q.shape[1] == edges[-1] - edges[0], "a query for each position"
     assert k.shape[1] == edges[-1], "keys up to the last query"
     assert len(windows) == len(selection.sizes) == len(edges) - 1
-    run: Callable[..., Tensor] = reference.prefill_sparse
+    spans: dict[str, Any] = {"start": start, "edges": edges, "windows": windows, "sink": sink}
     if resolve_backend(backend, q.device) == "triton":
-        from .triton import prefill_sparse as run
-    return run(
-        q, k, v, selection, start=start, edges=edges, windows=windows, sink=sink, scale=scale
-    )
+        from . import triton
+
+        return triton.prefill_sparse(q, k, v, selection, **spans, scale=scale, out=out)
+    made = reference.prefill_sparse(q, k, v, selection, **spans, scale=scale)
+    return made if out is None else out.copy_(made)
 
 
 def indexer_topk(

@@ -30,7 +30,9 @@ class Reader:
     changes.
     """
 
-    def __init__(self, model: Any, indexer: Indexer, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: Any, indexer: Indexer, layers: tuple[int, ...], backend: str = "reference"
+    ) -> None:
         """layers: those that are made sparse; the indexer must have a part for each.
 
         Raises:
@@ -52,6 +54,12 @@ class Reader:
         if found != set(layers):
             lost = sorted(set(layers) - found)
             raise UnsupportedError(f"the attention of layers {lost} takes no {INPUT}")
+        self._turns: Tensor | None = None
+        if backend == "triton" and card.heads == 1:
+            from ...ops.triton import frequencies
+
+            self._turns = frequencies(card.width, card.theta, weight.device)
+            self._rows = dict(zip(layers, self.rows, strict=True))
         self._inputs: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -87,7 +95,17 @@ class Reader:
 
     def read(self, module: nn.Module, layer: int, kv: GrowingKV, starts: Sequence[int]) -> Tensor:
         """See `indexer.apply.read`; the keys of this forward are in `kv`."""
-        return read(self.indexer, layer, self._inputs.pop(module), kv, starts)
+        x = self._inputs.pop(module)
+        if self._turns is None:
+            return read(self.indexer, layer, x, kv, starts)
+        from ...ops.triton import on_device, turn_and_append
+
+        raw = nn.functional.linear(x, self._rows[layer])
+        width = self.indexer.card.width
+        index = kv.index_room(x.shape[1], raw[:, None, :, :width])
+        begins = on_device(tuple(starts), x.device)
+        lengths = torch.full_like(begins, kv.length)
+        return turn_and_append(raw, index, self._turns, begins, lengths)[:, None]
 
 
 def _attends(module: nn.Module, layers: tuple[int, ...]) -> bool:
@@ -100,12 +118,13 @@ def _attends(module: nn.Module, layers: tuple[int, ...]) -> bool:
 
 
 def reader_of(
-    model: Any, config: Config, layers: tuple[int, ...], indexer: Indexer | None
+    model: Any, config: Config, layers: tuple[int, ...], indexer: Indexer | None, backend: str
 ) -> Reader | None:
     """The reader that `config` needs, None if none.
 
     Args:
         indexer: one in memory, in the place of the configured folder.
+        backend: of the ops, "reference" or "triton".
 
     Raises:
         ConfigError: no indexer is given where one is needed, or the other way round.
@@ -126,4 +145,4 @@ def reader_of(
             f"the indexer was made for another backbone (config hash {indexer.card.backbone[:12]}, "
             f"this model's is {own[:12]})"
         )
-    return Reader(model, indexer, layers) if layers else None
+    return Reader(model, indexer, layers, backend) if layers else None

@@ -84,7 +84,7 @@ class Recorder:
     @property
     def told(self) -> list[str]:
         """What the user should know of the prefill."""
-        return [REFERENCE_PREFILL] if self.prefill.cached else []
+        return [REFERENCE_PREFILL] if self.prefill.backend == "reference" else []
 
     def stats(
         self, config: Config, ran: tuple[str, str], layers: int, total: int, notes: list[str]
@@ -103,6 +103,7 @@ class Recorder:
             full_steps=steps[StepKind.FULL],
             keys_read_share=meter.keys_read / meter.keys_cached if meter.keys_cached else 1.0,
             prefill_keys_share=self.prefill.share,
+            prefill_backend=self.prefill.backend,
             slow_reasons=dict(reasons),
             decode_steps=self.steps,
             new_tokens=self.new_tokens,

@@ -67,7 +67,7 @@ class Session:
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward
         self._backend = ops.resolve_backend(config.backend, model.device)
-        self._reader = reader_of(model, config, self._layers, indexer)
+        self._reader = reader_of(model, config, self._layers, indexer, self._backend)
         self._prefill = None if config.prefill is None else resolved(config.prefill, self._backend)
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
@@ -259,11 +259,10 @@ class Session:
         state.remember_tail(query, self.config.selector.tail_queries, call.exist)
         if self._prefill is None:
             return None
-        sparse = prefill_step(
+        return prefill_step(
             state, query, call.starts, self._prefill, scale, self._recorder.prefill, iq,
             self._backend,
         )  # fmt: skip
-        return None if sparse is None else sparse.transpose(1, 2)
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

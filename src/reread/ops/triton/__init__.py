@@ -3,7 +3,7 @@ triton."""
 
 from .append import append
 from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
-from .index import block_topk, index_refusal, index_scores, indexer_topk
+from .index import block_topk, index_refusal, index_scores, indexer_topk, on_device
 from .index_decode import choose_keys, frequencies, turn_and_append
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
@@ -25,6 +25,7 @@ __all__ = [
     "index_refusal",
     "index_scores",
     "indexer_topk",
+    "on_device",
     "prefill_refusal",
     "prefill_sparse",
     "refresh",

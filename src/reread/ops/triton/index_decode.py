@@ -26,21 +26,24 @@ def frequencies(width: int, theta: float, device: torch.device) -> Tensor:
 def turn_and_append(
     raw: Tensor, index: Tensor, turns: Tensor, starts: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Turn index queries and keys by their position, and write the keys to position lengths - 1.
+    """Turn index queries and keys by their position, and write the keys to the newest T positions
+    of each row.
 
     Args:
-        raw: [B, 2 d], W_q x and W_k x of each row's newest token; index: [B, 1, L, d]; turns: from
-            `frequencies`; starts, lengths: int32 [B].
+        raw: [B, T, 2 d], W_q x and W_k x of each row's newest tokens; index: [B, 1, L, d]; turns:
+            from `frequencies`; starts, lengths: int32 [B].
 
     Returns:
-        the index queries [B, d], scaled by 1 / sqrt(d).
+        the index queries [B, T, d], scaled by 1 / sqrt(d).
     """
-    rows, width = raw.shape[0], index.shape[3]
-    queries = torch.empty(rows, width, dtype=index.dtype, device=raw.device)
-    assert raw.stride(1) == index.stride(3) == 1
-    index_decode_kernels.turn_kernel[(rows,)](
-        raw, raw.stride(0), index, index.stride(0), index.stride(2), queries, turns, starts,
-        lengths, math.sqrt(1 / width), D=width, num_warps=1,
+    rows, tokens, _ = raw.shape
+    width = index.shape[3]
+    queries = torch.empty(rows, tokens, width, dtype=index.dtype, device=raw.device)
+    assert raw.stride(2) == index.stride(3) == 1
+    block = min(32, triton.next_power_of_2(tokens))
+    index_decode_kernels.turn_kernel[(triton.cdiv(tokens, block), rows)](
+        raw, *raw.stride()[:2], index, index.stride(0), index.stride(2), queries, turns, starts,
+        lengths, tokens, math.sqrt(1 / width), D=width, BT=block, num_warps=1 if block < 32 else 4,
     )  # fmt: skip
     return queries
 

@@ -11,29 +11,41 @@ from .radix import COARSE, wide_bin
 
 
 @triton.jit
-def turn_kernel(
-    raw, raw_row, index, index_row, index_step, queries, frequencies, starts, lengths, scale,
-    D: tl.constexpr,
-):  # fmt: skip
-    """One row: raw [B, 2 D], query then key, turned by the position; the key goes to position
-    lengths - 1 of the index cache, the scaled query to `queries` [B, D]."""
-    b = tl.program_id(0).to(tl.int64)
-    HALF: tl.constexpr = D // 2
-    i = tl.arange(0, HALF)
-    at = tl.load(lengths + b) - 1
-    angle = (at - tl.load(starts + b)).to(tl.float32) * tl.load(frequencies + i)
+def turn(x, y, angle, scale):
+    """Pairs (x, y) turned by `angle` and scaled, float32."""
     cos, sin = tl.cos(angle), tl.sin(angle)
-    raw += b * raw_row
-    x, y = tl.load(raw + i).to(tl.float32), tl.load(raw + HALF + i).to(tl.float32)
+    return (x * cos - y * sin) * scale, (y * cos + x * sin) * scale
+
+
+@triton.jit
+def turn_kernel(
+    raw, raw_row, raw_step, index, index_row, index_step, queries, frequencies, starts, lengths,
+    tokens, scale, D: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """BT of one row's newest `tokens`: raw [B, T, 2 D], query then key, turned by the position; the
+    keys go to their position of the index cache, scaled queries to `queries` [B, T, D]."""
+    b = tl.program_id(1).to(tl.int64)
+    HALF: tl.constexpr = D // 2
+    t, i = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, HALF)
+    keep = (t < tokens)[:, None] & (i < HALF)[None, :]
+    at = tl.load(lengths + b) - tokens + t
+    # padding in front of a row counts as its first position, and nothing reads it
+    position = tl.maximum(at - tl.load(starts + b), 0)
+    angle = position.to(tl.float32)[:, None] * tl.load(frequencies + i)[None, :]
+    raw += b * raw_row + t[:, None].to(tl.int64) * raw_step + i[None, :]
     dtype = queries.dtype.element_ty
-    # the reference rounds before it scales
-    to = queries + b * D
-    tl.store(to + i, ((x * cos - y * sin).to(dtype).to(tl.float32) * scale).to(dtype))
-    tl.store(to + HALF + i, ((y * cos + x * sin).to(dtype).to(tl.float32) * scale).to(dtype))
-    x, y = tl.load(raw + D + i).to(tl.float32), tl.load(raw + D + HALF + i).to(tl.float32)
-    to = index + b * index_row + at.to(tl.int64) * index_step
-    tl.store(to + i, (x * cos - y * sin).to(dtype))
-    tl.store(to + HALF + i, (y * cos + x * sin).to(dtype))
+    x = tl.load(raw, mask=keep, other=0.0).to(tl.float32)
+    y = tl.load(raw + HALF, mask=keep, other=0.0).to(tl.float32)
+    x, y = turn(x, y, angle, scale)
+    to = queries + (b * tokens + t[:, None]) * D + i[None, :]
+    tl.store(to, x.to(dtype), mask=keep)
+    tl.store(to + HALF, y.to(dtype), mask=keep)
+    x = tl.load(raw + D, mask=keep, other=0.0).to(tl.float32)
+    y = tl.load(raw + D + HALF, mask=keep, other=0.0).to(tl.float32)
+    x, y = turn(x, y, angle, 1.0)
+    to = index + b * index_row + at[:, None].to(tl.int64) * index_step + i[None, :]
+    tl.store(to, x.to(dtype), mask=keep)
+    tl.store(to + HALF, y.to(dtype), mask=keep)
 
 
 @triton.jit

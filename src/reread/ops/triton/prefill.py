@@ -63,6 +63,7 @@ def prefill_sparse(
     windows: Sequence[int],
     sink: int,
     scale: float,
+    out: Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> Tensor:
     """See `ops.prefill_sparse`.
@@ -82,7 +83,10 @@ def prefill_sparse(
     queries = triton.next_power_of_2(block)
     packed = max(1, min(triton.next_power_of_2(group), tuned.rows // queries))
     chosen, counts = _with_sink(selection, start, windows, sink, q.device)
-    out = torch.empty(heads, count, dim, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(heads, count, dim, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape
+    assert out.stride(2) == 1
     grid = (k.shape[0] * triton.cdiv(group, packed), len(windows))
     prefill_kernels.prefill_kernel[grid](
         q, k, v, out, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
