@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .config import Config
-from .indexer.apply import choose_keys
+from .config import AFRESH, Config
+from .indexer.apply import best_keys, step_scores
 from .kv import CompactKV
 from .layer import LayerState
 from .ops.reference import attend
+from .oracle import step_mass
 from .policy.selector import select
 from .types import KVView, Selection, StepKind
 
@@ -88,9 +89,9 @@ def decode_step(
         row = view.row(b)
         cached = plan.length - plan.starts[b] if plan.valid is None else int(plan.valid[b].sum())
         read = cached
-        if kind is StepKind.FAST and config.mode == "indexed":
-            assert iq is not None, "mode indexed needs index queries"
-            out[b], read = _indexed(state, b, q[b : b + 1], row, config, scale, iq[b])
+        if kind is StepKind.FAST and config.mode in AFRESH:
+            own = None if iq is None else iq[b]
+            out[b], read = _afresh(state, b, q[b : b + 1], row, config, scale, own)
         elif kind is StepKind.FAST:
             out[b], read = _fast(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
@@ -120,22 +121,32 @@ def _fast(
     return attend(q, compact.keys, compact.values, scale), compact.count
 
 
-def _indexed(
-    state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float, iq: Tensor
+def _afresh(
+    state: LayerState,
+    b: int,
+    q: Tensor,
+    row: KVView,
+    config: Config,
+    scale: float,
+    iq: Tensor | None,
 ) -> tuple[Tensor, int]:
+    """A step that chooses its own keys, shared by all KV heads: q [1, H, D], iq [n, 1, d]."""
     low, high = allowed_span(row, config)
-    found = choose_keys(
-        iq, state.kv.index[b], low, high, row.starts[0], config.k,
-        None if row.valid is None else row.valid[0],
-    )  # fmt: skip
+    start, valid = row.starts[0], None if row.valid is None else row.valid[0]
+    if config.mode == "oracle":
+        scores = step_mass(q[0], row.k[0], start, scale, valid)[low:high]
+    else:
+        assert iq is not None, "mode indexed needs index queries"
+        scores = step_scores(iq, state.kv.index[b], low, high, start)
+    found = best_keys(scores, low, config.k, None if valid is None else valid[low:high])
     shared = found.expand(1, row.k.shape[1], -1)
     counts = torch.full(shared.shape[:2], found.numel(), dtype=torch.int32, device=q.device)
     window = min(high, row.lengths[0])
     selection = Selection(shared, counts)
     out = ops.decode_sparse(
-        q, row, selection, [window], sink=low - row.starts[0], scale=scale, backend=HOST
+        q, row, selection, [window], sink=low - start, scale=scale, backend=HOST
     )
-    return out[0], reads(row, window, low - row.starts[0]) + found.numel()
+    return out[0], reads(row, window, low - start) + found.numel()
 
 
 def reads(row: KVView, window: int, sink: int) -> int:

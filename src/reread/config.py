@@ -15,7 +15,8 @@ from .errors import ConfigError
 from .prefilling import SparsePrefill
 from .refinements import REFINEMENTS, Refinement, SoftNMS, Span
 
-Mode = Literal["slow-fast", "indexed", "dense"]
+Mode = Literal["slow-fast", "indexed", "oracle", "dense"]
+AFRESH = ("indexed", "oracle")  # modes that choose the keys of every decode step anew
 Backend = Literal["auto", "reference", "triton"]
 Runner = Literal["auto", "graph", "eager"]
 PresetName = Literal["default", "paper", "indexed", "dense"]
@@ -27,12 +28,14 @@ class Config:
 
     Attributes:
         mode: "slow-fast"; "indexed": an indexer chooses the keys of every decode step anew, and
-            steps that a trigger makes slow read everything; or "dense": every step reads
+            steps that a trigger makes slow read everything; "oracle": the same by the step's own
+            attention mass, a reference and never an accelerator; or "dense": every step reads
             everything, from the same cache.
         indexer: folder of the indexer for mode "indexed"; None: that of `prefill`.
         sink: first positions of a row, always read.
         recent: newest positions, always read; at least 1, the current token is one of them.
-        k: selected positions per KV head; in mode "indexed" all KV heads share them.
+        k: selected positions per KV head; in modes "indexed" and "oracle" all KV heads
+            share them.
         triggers: when a step is slow.
         selector: how a slow step chooses.
         prefill: how a prompt is read sparsely; None: by the model's own dense attention.

@@ -35,6 +35,20 @@ def attention_mass(q: Tensor, k: Tensor, positions: Tensor, start: int, scale: f
     return torch.softmax(logits.masked_fill_(hidden, NEG_INF), dim=-1).mean(dim=0)
 
 
+def step_mass(q: Tensor, k: Tensor, start: int, scale: float, valid: Tensor | None) -> Tensor:
+    """P of one decode step, the newest of L positions: q [H, D], k [Hkv, L, D] -> fp32 [L].
+
+    Args:
+        start: first position that is no padding; valid: bool [L] where some behind it are.
+    """
+    packed = q.view(k.shape[0], -1, q.shape[-1]).float()
+    logits = torch.matmul(packed, k.float().transpose(1, 2)).mul_(scale).flatten(0, 1)
+    logits[:, :start] = NEG_INF
+    if valid is not None:
+        logits.masked_fill_(~valid, NEG_INF)
+    return torch.softmax(logits, dim=-1).mean(dim=0)
+
+
 def sampled_queries(edges: Sequence[int], samples: int | None) -> list[list[int]]:
     """Per block, the positions of the queries that are asked: all, or `samples` evenly spaced ones,
     the last among them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import Arena
-from ..indexer.apply import choose_keys
+from ..indexer.apply import best_keys, step_scores
 from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
 from ..integrations.hf.indexers import new_indexer
 from ..kv import Buffers
@@ -63,7 +63,8 @@ class CheckedArena(Arena):
         low, high = int(self.field("low")[0]), int(self.field("high")[0])
         for b in self.rows_checked:
             iq = self._queries[b].view(1, 1, -1)
-            want = choose_keys(iq, self.index.caches[layer][b], low, high, 0, self.config.k)
+            scores = step_scores(iq, self.index.caches[layer][b], low, high, 0)
+            want = best_keys(scores, low, self.config.k)
             got = self.index.indices[b, 0]
             same = float(torch.isin(got, want).float().mean())
             self.agreement = min(self.agreement, same)

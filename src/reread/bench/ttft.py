@@ -8,6 +8,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ..integrations.hf.indexers import new_indexer
 from ..prefill import resolved, share_read
 from ..prefilling import SparsePrefill
 from ..shapes import Shape, shape_of
+from .compiled_dense import compilations, layers_compiled
 from .model import random_model
 from .prefill_arms import reason
 from .prefill_checks import WIDTH
@@ -31,6 +33,8 @@ from .spans import Spans, watched
 from .timing import Record
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+COMPILED = ", compiled layers"  # behind a backend's name: a further dense arm
+COMPILED_ARMS = ("cudnn" + COMPILED,)
 RUNS, WARM_TOKENS = 3, 16_384
 WARM_SECONDS = 5.0  # a first run that took longer counts, and is not a warm-up
 ARM_SECONDS = 10.0  # no further run of an arm after so long
@@ -38,10 +42,13 @@ DROP = 1.15  # a backend so much slower than the fastest is not run at longer pr
 COMPARED = (
     "milliseconds from the call of the model to the last token's logits on the device, the whole "
     "prompt in one forward with an empty DynamicCache. dense: the model without reread, "
-    "transformers' SDPA on one backend at a time, no mask in memory. sparse: the same forward with "
-    "reread attached. parts: one further run with events around reread's parts; rest is what "
-    "remains of it, linear layers above all. no_attention: the queries in the place of attention's "
-    "output, the least that attention alone could leave."
+    "transformers' SDPA on one backend at a time, no mask in memory; and with the layers compiled "
+    "as reread compiles them, in reread's cache. sparse: the same forward with reread attached, "
+    "which compiles the layers where it can (notes say where not). parts: one further run with "
+    "events around reread's parts; rest is what remains of it, linear layers above all. In "
+    "compiled layers the indexer's projections are part of the attention's own product: they are "
+    "in rest, and projections are missing. no_attention: the queries in the place of attention's "
+    "output, layers not compiled. A run in which something was compiled is not counted."
 )
 Progress = Callable[[str], None]
 
@@ -116,14 +123,22 @@ class Prompts:
         """Milliseconds: the median of `RUNS`, fewer where a run takes long; and the logits."""
         if length > self.warm_tokens:
             self.seconds(self.warm_tokens, chunk)
+        before = compilations()
         first, logits = self.seconds(length, chunk)
-        times = [first] if first > WARM_SECONDS or self.device.type != "cuda" else []
-        spent = first
+        ready = compilations() == before
+        counts = ready and (first > WARM_SECONDS or self.device.type != "cuda")
+        times, spent = [first] if counts else [], first if ready else 0.0
         while len(times) < RUNS and (not times or spent < ARM_SECONDS):
             times.append(self.seconds(length, chunk)[0])
             spent += times[-1]
         median = statistics.median(times) * 1e3
         return {"ms": median, "runs": [t * 1e3 for t in times]}, logits
+
+    @property
+    def dense_arms(self) -> list[str]:
+        """Backends, and those that run with compiled layers, too."""
+        further = [arm for arm in COMPILED_ARMS if arm.removesuffix(COMPILED) in self.backends]
+        return [*self.backends, *further]
 
     def attached(self) -> Any:
         """The model attached for a sparse prefill; a context manager."""
@@ -188,7 +203,7 @@ def at_length(prompts: Prompts, length: int, progress: Progress = lambda _: None
         "linear_layers": linear_layers(prompts.model),
     }  # fmt: skip
     dense, want = [], None
-    for name in prompts.backends:
+    for name in prompts.dense_arms:
         progress(f"{prompts.shape.name} {length}: dense, {name}")
         record, logits = dense_arm(prompts, name, length, want)
         dense.append(record)
@@ -201,15 +216,21 @@ def at_length(prompts: Prompts, length: int, progress: Progress = lambda _: None
     if ran:
         fastest = min(ran, key=lambda arm: float(arm["ms"]))
         found["fastest_dense"] = fastest["arm"]
-        for arm in ran:
-            if arm["ms"] > DROP * fastest["ms"]:
-                prompts.slow[arm["arm"]] = (
-                    f"left out: {arm['ms'] / fastest['ms']:.2f} times as slow as "
-                    f"{fastest['arm']} at {length} tokens"
-                )
+        _leave_out([arm for arm in ran if not arm["arm"].endswith(COMPILED)], prompts, length)
         if "ms" in found["sparse"]:
             found["speedup"] = fastest["ms"] / found["sparse"]["ms"]
     return found
+
+
+def _leave_out(ran: list[Record], prompts: Prompts, length: int) -> None:
+    """Backends that longer prompts need not run."""
+    fastest = min(ran, key=lambda arm: float(arm["ms"]), default={})
+    for arm in ran:
+        if arm["ms"] > DROP * fastest["ms"]:
+            prompts.slow[arm["arm"]] = (
+                f"left out: {arm['ms'] / fastest['ms']:.2f} times as slow as "
+                f"{fastest['arm']} at {length} tokens"
+            )
 
 
 def _guarded(work: Callable[[], Record]) -> Record:
@@ -230,9 +251,12 @@ def dense_arm(
     if name in prompts.slow:
         return {"arm": name, "not_run": prompts.slow[name]}, None
     kept: list[Tensor] = []
+    backend = prompts.backends[name.removesuffix(COMPILED)]
+    compiled = name.endswith(COMPILED)
 
     def work() -> Record:
-        with sdpa_kernel(prompts.backends[name]), sdpa_calls() as calls:
+        layers = layers_compiled(prompts.model) if compiled else nullcontext()
+        with layers, sdpa_kernel(backend), sdpa_calls() as calls:
             record, logits = prompts.timed(length)
         told = [dict(call) for call in sorted(calls)]
         if not told or any(call["attn_mask"] or not call["is_causal"] for call in told):
@@ -249,12 +273,15 @@ def dense_arm(
 
 def sparse_arm(prompts: Prompts, length: int) -> Record:
     """Ours, and its parts in one further run."""
-    with prompts.attached():
+    with prompts.attached() as session:
         record, _ = prompts.timed(length, prompts.chunk)
         spans = Spans(prompts.device)
         with watched(spans):
             total, _ = prompts.seconds(length, prompts.chunk)
         parts = spans.totals() | {"total_ms": total * 1e3}
+        with session.decoding():
+            pass  # for its notes
+    record["notes"] = session.stats.notes
     if not parts["calls"].get("attention"):
         raise NumericalError("the sparse attention did not run")
     known = sum(parts.get(f"{p}_ms", 0.0) for p in ("projections", "selection", "attention"))

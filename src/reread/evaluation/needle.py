@@ -203,7 +203,7 @@ def evaluate(
     chunk: int = PREFILL_CHUNK,
 ) -> dict[str, dict[Kind, Result]]:
     """Greedy answers to every question, by config and kind; texts are read as one batch, once by
-    the model's own attention and once for each config with a sparse prefill.
+    the model's own attention and once for each indexer and each sparse prefill.
 
     Args:
         configs: None is transformers' own decoding, nothing attached.
@@ -211,14 +211,15 @@ def evaluate(
     """
     base = _ids(model, tokenizer, [text.words for text in texts])
     keyword = cache_keyword(model)
-    own: DynamicCache | None = None
+    caches: dict[object, DynamicCache] = {}
     results: dict[str, dict[Kind, Result]] = {}
     for name, config in configs.items():
-        sparse = config is not None and config.prefill is not None
-        if not sparse and own is None:
-            own = _read(model, base, chunk)
         with _attached(model, config, tokenizer) as session:
-            cache = _read(model, base, chunk) if sparse or own is None else own
+            # texts that are read in the same way are read once
+            way = _way(config)
+            if way not in caches:
+                caches[way] = _read(model, base, chunk)
+            cache = caches[way]
             for kind in KINDS:
                 result = results.setdefault(name, {})[kind] = Result()
                 for asked in zip(*(text.questions[kind] for text in texts), strict=True):
@@ -244,6 +245,13 @@ def _read(model: Any, ids: Tensor, chunk: int) -> DynamicCache:
     for piece in torch.split(ids, chunk, dim=1):
         model(piece, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
     return cache
+
+
+def _way(config: Config | None) -> object:
+    """What of a config decides the cache after reading."""
+    if config is None:
+        return None, None
+    return config.prefill, config.indexer_folder if config.uses_indexer else None
 
 
 def _attached(

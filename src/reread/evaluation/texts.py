@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 import unicodedata
 from collections.abc import Callable
 from html.entities import html5
@@ -11,6 +12,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 from ..errors import InputError
+
+SOURCES = ("argparse", "inspect", "typing", "dataclasses", "tarfile")
 
 
 def prose() -> str:
@@ -23,9 +26,7 @@ def prose() -> str:
 
 def source() -> str:
     """Source code of standard-library modules."""
-    return "\n\n".join(
-        _module_source(name) for name in ("argparse", "inspect", "typing", "dataclasses", "tarfile")
-    )
+    return "\n\n".join(map(_module_source, SOURCES))
 
 
 def tables() -> str:
@@ -46,6 +47,20 @@ def tables() -> str:
         for name, value in sorted(html5.items())
     ]
     return "\n".join(rows)
+
+
+def training() -> str:
+    """Source code with its documentation, of the standard library's modules but those of `source`:
+    what an indexer may learn from that is measured on the others."""
+    names = sorted(
+        set(sys.stdlib_module_names) - set(SOURCES) - {"pydoc_data", "this", "antigravity"}
+    )
+    found = []
+    for name in names:
+        spec = None if name.startswith("_") else importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            found.append(Path(spec.origin).read_text(encoding="utf-8"))
+    return "\n\n".join(found)
 
 
 KINDS: dict[str, Callable[[], str]] = {"prose": prose, "source": source, "tables": tables}

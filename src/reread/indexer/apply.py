@@ -33,30 +33,22 @@ def read(indexer: Indexer, layer: int, x: Tensor, kv: GrowingKV, starts: Sequenc
     return indexer.queries(layer, x, positions).to(dtype)
 
 
-def choose_keys(
-    iq: Tensor,
-    ik: Tensor,
-    low: int,
-    high: int,
-    start: int,
-    k: int,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """What one decode step of one row reads besides sink and recent.
+def step_scores(iq: Tensor, ik: Tensor, low: int, high: int, start: int) -> Tensor:
+    """Of the candidates [low, high) of one decode step of one row, fp32 [high - low].
 
     Args:
-        iq: [n, 1, d], of the newest position; ik: [n, L, d]; [low, high): the candidates; start:
-            first position that is no padding.
-        valid: bool [L] where some positions are padding.
-
-    Returns:
-        int32 [min(k, candidates)], ascending; ties go to the lower position.
+        iq: [n, 1, d], of the newest position; ik: [n, L, d]; start: first position that is no
+            padding.
     """
     if len(iq) == 1:
-        scores = iq[0].float() @ ik[0, low:high].float().T
-    else:
-        scores = predicted_mass(iq, ik, [ik.shape[1] - 1], start)[:, low:high]
+        return (iq[0].float() @ ik[0, low:high].float().T)[0]
+    return predicted_mass(iq, ik, [ik.shape[1] - 1], start)[0, low:high]
+
+
+def best_keys(scores: Tensor, low: int, k: int, valid: Tensor | None = None) -> Tensor:
+    """The k highest of the candidates from position `low` on: int32 [min(k, candidates)],
+    ascending; ties go to the lower position. valid: bool, False for padding."""
     if valid is not None:
-        scores = scores.masked_fill(~valid[low:high], NEG_INF)
-    found, counts = top_k(scores, k)
+        scores = scores.masked_fill(~valid, NEG_INF)
+    found, counts = top_k(scores[None], k)
     return found[0, : int(counts[0])] + low

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..config import Config
+from ..config import AFRESH, Config
 from ..types import StepKind
 
 
@@ -68,7 +68,7 @@ class Controller:
         config, triggers = self.config, self.config.triggers
         if config.mode == "dense" or (config.dense_below_budget and keys <= config.budget):
             return "full"
-        if not has_selection and config.mode != "indexed":
+        if not has_selection and config.mode not in AFRESH:
             return "first" if row.fresh else "no selection"
         if row.fresh and triggers.first_step:
             return "first"
@@ -92,8 +92,8 @@ class Controller:
             return StepKind.FAST
         row.since_slow = 0
         self.reasons[reason] += 1
-        # an indexer chooses at every step: a slow one reads everything and chooses nothing
-        return StepKind.FULL if self.config.mode == "indexed" else StepKind.SLOW
+        # where every step chooses, a slow one reads everything and chooses nothing
+        return StepKind.FULL if self.config.mode in AFRESH else StepKind.SLOW
 
     def observe_entropy(self, nats: Sequence[float]) -> None:
         """Tell the entropy of the step that just ran, per row (uncertainty trigger)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -57,6 +58,10 @@ def attach(
     if not isinstance(config, Config):
         raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
+    if config.mode == "oracle":
+        if config.backend == "triton":
+            raise ConfigError("backend='triton' has no mode 'oracle', which is a reference")
+        config = dataclasses.replace(config, backend="reference")
     boundary, note = None, ""
     if config.mode != "dense" and config.triggers.boundary:
         tokenizer = tokenizer if tokenizer is not None else find_tokenizer(model)

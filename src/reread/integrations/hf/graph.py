@@ -10,25 +10,30 @@ nothing is specialised on it). Afterwards the model is as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, library, nn
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
 from ...cuda import new_stream
 from ...device import Arena
 from ...steps import StepShape
 from .cache import cache_keyword
-from .fuse import ATTENTION as PROJECTIONS
-from .fuse import BESIDE, First, Stack, shared_parameters, stack_siblings, stacked
+from .compiled import (
+    PassingCache,
+    Weights,
+    attention_of,
+    decoder_layers,
+    layers_compiled,
+    op_arguments,
+)
+from .fuse import stacked
+
+__all__ = ["StepGraphs", "Weights", "decoder_layers"]
 
 ATTENTION = "reread_step"
-HANDLE = "reread_layer"  # keyword that tells the attention op its layer, int64 []
-RECOMPILES = 64  # batch sizes, dtypes and models that one process may compile for
 
 
 class _Active:
@@ -75,101 +80,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in the place of SDPA."""
-    layer = kwargs.get(HANDLE)
-    if layer is None:
-        layer = torch.tensor(module.layer_idx)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    first = module._modules.get("q_proj")
-    index = first.rest() if isinstance(first, First) and BESIDE in first.names else None
+    layer, scale, index = op_arguments(module, query, scaling, kwargs)
     return torch.ops.reread.decode_attention(query, key, value, layer, scale, index), None
-
-
-class PassingCache(Cache):
-    """Hands new keys and values through: the attention op writes them where they belong."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return 2, 0
-
-
-def _call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(layer).forward(layer, *args, **kwargs)
-
-
-_COMPILED: dict[str, Callable[..., Any]] = {}
-
-
-def _compiled(device: torch.device) -> Callable[..., Any]:
-    """One function for all layers of all models; on the CPU it is traced, not compiled."""
-    backend = "inductor" if device.type == "cuda" else "eager"
-    if backend not in _COMPILED:
-        # combo kernels: queries and keys are normalised and rotated in one launch
-        options: Any = {"combo_kernels": True} if backend == "inductor" else None
-        _COMPILED[backend] = torch.compile(
-            _call_layer, fullgraph=True, dynamic=False, backend=backend, options=options
-        )
-    return _COMPILED[backend]
-
-
-def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
-    """The model's decoder layers, each with one attention of its own index; [] if not to be
-    found."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            owners = [
-                [m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")]
-                for layer in module
-            ]
-            if all(set(found) == {i} for i, found in enumerate(owners)):
-                return list(module)
-    return []
-
-
-class Weights:
-    """What is done to a model's weights for its captured steps; undone by `close`."""
-
-    def __init__(
-        self, model: nn.Module, layers: list[nn.Module], beside: Sequence[Tensor] = ()
-    ) -> None:
-        """beside: per layer, an indexer's query and key projection, [2 d, hidden]."""
-        self.layers = layers
-        shared = shared_parameters(model)
-        self.stacks: list[Stack] = []
-        for i, layer in enumerate(layers):
-            self.stacks += stack_siblings(layer, shared, beside[i] if beside else None)
-        self._model = model
-        self._addresses = self._where()
-
-    def _where(self) -> tuple[int, ...]:
-        return tuple(p.data_ptr() for p in self._model.parameters())
-
-    @property
-    def index_beside(self) -> bool:
-        """Whether every layer's index projections are computed with those of its attention."""
-        return len(self.layers) > 0 and len(self.layers) == sum(
-            stack.names == PROJECTIONS for stack in self.stacks
-        )
-
-    @property
-    def moved(self) -> bool:
-        """Whether a parameter was replaced since, so that captured steps read stale memory."""
-        return self._where() != self._addresses or not all(s.in_place for s in self.stacks)
-
-    def close(self) -> None:
-        """Separate parameters again."""
-        for stack in self.stacks:
-            stack.split()
-        self.stacks = []
 
 
 class StepGraphs:
@@ -265,44 +177,14 @@ class StepGraphs:
     @contextmanager
     def _swapped(self, shape: StepShape) -> Iterator[None]:
         """The model as it is traced and captured."""
-        config = self._model.config.get_text_config(decoder=True)
-        before = config._attn_implementation
-        AttentionInterface.register(ATTENTION, _attention)
-        config._attn_implementation_internal = ATTENTION
         _Active.step, _Active.shape = self, shape
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(attention_of(self._model, ATTENTION, _attention))
                 if self.compiled or self.arena.index is not None:
                     stack.enter_context(stacked(self._weights.stacks))
                 if self.compiled:
-                    stack.enter_context(_recompiles())
-                    stack.enter_context(_layers_compiled(self._weights.layers, self.arena.device))
+                    stack.enter_context(layers_compiled(self._weights.layers, self.arena.device))
                 yield
         finally:
-            config._attn_implementation_internal = before
             _Active.step = None
-            AttentionInterface._global_mapping.pop(ATTENTION, None)
-
-
-@contextmanager
-def _layers_compiled(layers: list[nn.Module], device: torch.device) -> Iterator[None]:
-    compiled = _compiled(device)
-    for i, layer in enumerate(layers):
-        layer.forward = _bind(compiled, layer, torch.tensor(i))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _bind(compiled: Callable[..., Any], layer: nn.Module, handle: Tensor) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return compiled(layer, *args, **{HANDLE: handle}, **kwargs)
-
-    return forward
-
-
-def _recompiles() -> Any:
-    """Room for one compilation per batch size, where torch would give up after eight."""
-    return torch._dynamo.config.patch(recompile_limit=RECOMPILES)

@@ -151,7 +151,7 @@ class Runner:
         if self._weights is not None and self._weights.moved:
             self.close()
         self.obstacle = self._forever or obstacle(self._model, self._layers)
-        if self._reader is not None and not self.obstacle and not self._stacked().index_beside:
+        if self._reader is not None and not self.obstacle and not self.stacked().index_beside:
             self.obstacle = "a layer's projections cannot be stacked with those of the indexer"
         if self.obstacle and self._config.runner == "graph":
             raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
@@ -279,12 +279,13 @@ class Runner:
         found = self._graphs.get(arena)
         if found is None:
             found = self._graphs[arena] = StepGraphs(
-                self._model, self._forward, arena, self._stacked(), compiled=self._compiles
+                self._model, self._forward, arena, self.stacked(), compiled=self._compiles
             )
         return found
 
     @torch.inference_mode(False)
-    def _stacked(self) -> Weights:
+    def stacked(self) -> Weights:
+        """The model's decoder layers and their stacked projections."""
         if self._weights is None:
             count = self._model.config.get_text_config(decoder=True).num_hidden_layers
             beside = () if self._reader is None else self._reader.rows

@@ -27,6 +27,7 @@ from .cache import sparse_layers
 from .call import Call, decode_call, prompt_call
 from .conversation import Conversations
 from .indexed import reader_of
+from .prompt_layers import PromptLayers
 from .recorder import Observer, Recorder, end_tokens
 from .runner import Runner
 
@@ -72,6 +73,10 @@ class Session:
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
             self._runner = Runner(model, config, self._layers, self._reader)
+        self._prompts: PromptLayers | None = None
+        if self._runner is not None and self._prefill is not None:
+            indexer = None if self._reader is None else self._reader.indexer
+            self._prompts = PromptLayers(model, self._runner, self._prefill, indexer, self._read)
 
     def __enter__(self) -> Session:
         name = type(self.model).__name__
@@ -200,15 +205,18 @@ class Session:
             sparse = self._prefill is not None or self._reader is not None
             call = prompt_call(conversation, self._recorder, self._runner, new, mask, sparse)
         self._call = call
-        captured = call.step is not None and self._runner and not self._runner.obstacle
-        if self._reader is not None and not captured:
+        if self._reader is not None and self._runner is None:
             self._reader.listen()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, or a captured decode step in its place."""
-        call, runner = self._call, self._runner
-        if call is not None and call.step is not None and runner is not None:
-            output = runner.run(call.step, flat(self._signature.bind(*args, **kwargs)))
+        """The model's forward, or in its place a captured decode step or compiled layers."""
+        call, output = self._call, None
+        if call is not None and self._runner is not None:
+            given = flat(self._signature.bind(*args, **kwargs))
+            if call.step is not None:
+                output = self._runner.run(call.step, given)
+            elif self._prompts is not None:
+                output = self._prompts.run(call, given, self._recorder.prefill)
             if output is not None:
                 call.intercepted.update(call.conversation.states)
                 return output
