@@ -33,8 +33,8 @@ CELLS: dict[str, list[tuple[int, int]]] = {
                  (4, 32768)],
 }  # fmt: skip
 INDEXED: dict[str, list[tuple[int, int]]] = {
-    "qwen3-0.6b": [(8, 131072), (16, 32768)],
-    "qwen3-4b": [(4, 131072), (16, 32768)],
+    "qwen3-0.6b": [(8, 131072)],
+    "qwen3-4b": [(4, 131072)],
 }
 Keep = Callable[[dict[str, Any]], None]
 TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")

@@ -252,10 +252,9 @@ def dense_arm(
         return {"arm": name, "not_run": prompts.slow[name]}, None
     kept: list[Tensor] = []
     backend = prompts.backends[name.removesuffix(COMPILED)]
-    compiled = name.endswith(COMPILED)
 
     def work() -> Record:
-        layers = layers_compiled(prompts.model) if compiled else nullcontext()
+        layers = layers_compiled(prompts.model) if COMPILED in name else nullcontext()
         with layers, sdpa_kernel(backend), sdpa_calls() as calls:
             record, logits = prompts.timed(length)
         told = [dict(call) for call in sorted(calls)]
