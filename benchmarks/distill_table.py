@@ -89,7 +89,12 @@ def distil(
     indexer = new_indexer(model, variant.width, variant.heads, variant.init, seed=args.seed)
     steps = args.tokens // (args.context * args.accumulate)
     schedule = Schedule(
-        steps=steps, lr=args.lr, accumulate=args.accumulate, queries=args.queries, seed=args.seed
+        steps=steps,
+        lr=args.lr,
+        accumulate=args.accumulate,
+        queries=args.queries,
+        seed=args.seed,
+        stretch=args.stretch,
     )
     distiller = Distiller(indexer.to(model.device), schedule)
     with Teacher(model) as teacher:
@@ -133,9 +138,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of the needle checkpoint")
     parser.add_argument("--tokens", type=int, required=True, help="to learn from, per variant")
     parser.add_argument("--context", type=int, default=16384)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--queries", type=int, default=1024)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--stretch", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -153,7 +159,7 @@ def main() -> None:
     model = loaded.model
     known = provenance(model.device)
     known["commit"] = args.commit or known["commit"]
-    names = ("context", "tokens", "lr", "queries", "accumulate", "seed")
+    names = ("context", "tokens", "lr", "stretch", "queries", "accumulate", "seed")
     config = {
         "model": "needle-27m",
         "dtype": str(model.dtype).removeprefix("torch."),

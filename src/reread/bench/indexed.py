@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import Arena
+from ..errors import NumericalError
 from ..indexer.apply import best_keys, step_scores
 from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
 from ..integrations.hf.indexers import new_indexer
@@ -30,13 +31,16 @@ CLAIM = "random weights and a random-init indexer: runtime headroom, quality not
 
 
 class CheckedArena(Arena):
-    """What the kernels chose, against the reference; the rows' attention is then the reference's.
+    """What the kernels chose and what they made of it, against the reference, layer by layer on the
+    same inputs: near-ties of random keys fall otherwise in another run.
 
     Attributes:
         agreement: smallest share of a choice that the reference chose too.
+        error: largest relative error of a row's attention, in the 2-norm.
     """
 
     agreement = 1.0
+    error = 0.0
     rows_checked: tuple[int, ...] = ()
     _queries: Tensor | None = None
 
@@ -72,9 +76,10 @@ class CheckedArena(Arena):
             view = KVView(buffer.k[row], buffer.v[row], (0,), (length,))
             counts = self.index.counts[row].expand(-1, heads).contiguous()
             selection = Selection(got.expand(1, heads, -1).contiguous(), counts)
-            out[row] = reference.decode_sparse(
+            exact = reference.decode_sparse(
                 q[row], view, selection, [high], sink=self.config.sink, scale=scale
             )
+            self.error = max(self.error, difference(out[row].flatten(1), exact.flatten(1)))
         return out
 
 
@@ -83,7 +88,7 @@ def indexed_arm(bench: Bench, fastest: Record) -> Record:
     indexed = _with_index(bench)
     graphs = indexed.graphs(_arena(indexed, Arena))
     kinds, ages = [StepKind.FAST] * bench.rows, [0] * bench.rows
-    got = indexed.step(graphs, kinds, ages).clone()
+    indexed.step(graphs, kinds, ages)
     checked = _arena(indexed, CheckedArena)
     assert isinstance(checked, CheckedArena)
     checked.rows_checked = tuple(sorted({0, bench.rows - 1}))
@@ -91,9 +96,10 @@ def indexed_arm(bench: Bench, fastest: Record) -> Record:
         indexed.model, indexed.model.forward, checked, indexed.weights, compiled=False
     )
     plain.captures = False
-    error = difference(indexed.step(plain, kinds, ages), got)
-    require_close(error, "indexed step")
-    require_close(1 - checked.agreement if checked.agreement < AGREEMENT else 0.0, "choice")
+    indexed.step(plain, kinds, ages)
+    require_close(checked.error, "attention of an indexed step")
+    if checked.agreement < AGREEMENT:
+        raise NumericalError(f"only {checked.agreement:.2%} of a choice is the reference's")
     timed = timing(indexed, graphs, kinds)
     layers = bench.shape.layers
     read = bench.context * bench.rows * WIDTH * 2 * layers / bench.bandwidth * 1e3
@@ -101,7 +107,7 @@ def indexed_arm(bench: Bench, fastest: Record) -> Record:
     return {
         **timed, "speedup": fastest["ms"] / timed["ms"], "floor_ms": floor,
         "roofline": floor / timed["ms"], "tokens_per_s": bench.rows / timed["ms"] * 1e3,
-        "error": error, "agreement": checked.agreement, "extra_bytes": graphs.arena.nbytes,
+        "error": checked.error, "agreement": checked.agreement, "extra_bytes": graphs.arena.nbytes,
         "width": WIDTH, "claim": CLAIM,
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,8 @@ def measure(
             found.append(
                 {"shape": shape.name, "rows": rows, "context": context, "failed": str(error)}
             )
+            gc.collect()
+            torch.cuda.empty_cache()
         on_row(found[-1])
     described = {key: value for key, value in dataclasses.asdict(shape).items() if key != "source"}
     return {

@@ -42,7 +42,13 @@ class DistillOptions:
     init: Annotated[str, typer.Option(help="svd of the layers' own projections, or random.")] = (
         "svd"
     )
-    lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3
+    lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 3e-3
+    stretch: Annotated[
+        float,
+        typer.Option(
+            help="Positions are multiplied by up to so much, for longer texts than these."
+        ),
+    ] = 8.0
     accumulate: Annotated[int, typer.Option(help="Contexts of each step.")] = 1
     queries: Annotated[int, typer.Option(help="Query positions drawn of each context.")] = 1024
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50

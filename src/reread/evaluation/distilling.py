@@ -38,7 +38,8 @@ class Request:
     width: int = 64
     heads: int = 1
     init: str = "svd"
-    lr: float = 1e-3
+    lr: float = 3e-3
+    stretch: float = 8.0
     accumulate: int = 1
     queries: int = 1024
     checkpoint_every: int = 50
@@ -59,6 +60,8 @@ class Request:
             raise InputError(f"width={self.width} is not possible: an even number of at least 2")
         if not 0 < self.lr < 1:
             raise InputError(f"lr={self.lr} is not possible: above 0 and below 1")
+        if not 1 <= self.stretch <= 1e4:
+            raise InputError(f"stretch={self.stretch} is not possible: from 1 to 10000")
         if self.seed < 0:
             raise InputError(f"seed={self.seed} is not possible: at least 0")
         if self.dtype not in DTYPES:
@@ -173,7 +176,7 @@ class _Run:
         ).to(self.model.device)
         schedule = Schedule(
             steps=steps_of(request, workers), lr=request.lr, accumulate=request.accumulate,
-            queries=request.queries, seed=request.seed,
+            queries=request.queries, seed=request.seed, stretch=request.stretch,
         )  # fmt: skip
         self.distiller = Distiller(indexer, schedule, workers)
         self.before: dict[str, Metrics] = {}

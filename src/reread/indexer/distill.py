@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, NumericalError
-from .loss import METRIC_EVERY, SUMS, LayerCall, best_factor, draw_queries, layer_loss
+from .loss import METRIC_EVERY, SUMS, LayerCall, best_factor, draw_queries, draw_stretch, layer_loss
 from .model import Indexer
 from .workers import Workers
 
@@ -50,6 +50,8 @@ class Schedule:
         steps: of the optimiser; accumulate: contexts of each, per process; queries: of each
             context.
         lr: peak of the learning rate; seed: of the queries that are drawn.
+        stretch: positions of a context are multiplied by up to so much, another factor for each, so
+            that the indexer meets distances beyond the training context.
     """
 
     steps: int
@@ -57,6 +59,7 @@ class Schedule:
     accumulate: int = 1
     queries: int = 1024
     seed: int = 0
+    stretch: float = 1.0
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up, then a cosine to a tenth of the peak."""
@@ -165,9 +168,12 @@ class Distiller:
             len(context.ids), schedule.queries, context.focus, schedule.seed, number
         )
         weight = 1 / (len(positions) * schedule.accumulate)
+        stretch = draw_stretch(schedule.stretch, schedule.seed, number)
 
         def on_layer(call: LayerCall) -> None:
-            found = layer_loss(self.indexer, call, positions, weight=weight, every=METRIC_EVERY)
+            found = layer_loss(
+                self.indexer, call, positions, weight=weight, every=METRIC_EVERY, stretch=stretch
+            )
             sums[call.layer] = sums.get(call.layer, torch.zeros_like(found)) + found
 
         teacher.read(context.ids, on_layer)

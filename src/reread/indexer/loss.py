@@ -55,6 +55,13 @@ def top_of(length: int) -> int:
     return min(TOP, max(1, length // 16))
 
 
+def draw_stretch(most: float, seed: int, number: int) -> float:
+    """How much longer a context is made for the indexer: between 1 and `most`, evenly in the
+    logarithm. Seed and number as for `draw_queries`."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number + 7) % 2**63)
+    return float(most ** float(torch.rand((), generator=generator)))
+
+
 def draw_queries(length: int, count: int, focus: int, seed: int, number: int) -> list[int]:
     """Sorted random positions of a context, no two alike; all where `count` is not less.
 
@@ -133,6 +140,7 @@ def layer_loss(
     *,
     weight: float | None,
     every: int = 1,
+    stretch: float = 1.0,
     budget: int = PIECE_BYTES,
 ) -> Tensor:
     """One layer's loss over the queries at `positions`, back-propagated into the indexer.
@@ -142,6 +150,7 @@ def layer_loss(
         weight: factor of the summed KL whose gradient is added to the weights' `grad`; None: no
             gradient.
         every: take recall of one query in so many.
+        stretch: factor of the positions that the indexer is told.
 
     Returns:
         the sums named by SUMS, fp32, on the device of x.
@@ -152,8 +161,8 @@ def layer_loss(
     x = call.x.float()
     totals = torch.zeros(len(SUMS), device=device)
     with torch.set_grad_enabled(weight is not None):
-        ik = indexer.keys(call.layer, x, torch.arange(length, device=device))
-        iq = indexer.queries(call.layer, x[asked], asked)
+        ik = indexer.keys(call.layer, x, torch.arange(length, device=device) * stretch)
+        iq = indexer.queries(call.layer, x[asked], asked * stretch)
         leaves = [part.detach().requires_grad_(weight is not None) for part in (iq, ik)]
         for chunk in chunks(positions, length, call.heads, indexer.card.heads, budget):
             at = asked[chunk.first : chunk.last]
