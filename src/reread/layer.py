@@ -58,18 +58,24 @@ class LayerState:
         """
         rows, new = q.shape[0], q.shape[2]
         start = self.kv.length - new
-        positions = torch.arange(start, start + new).expand(rows, -1)
+        # behind padding only the newest count; sorting a long prompt would hold up the device
+        if exist is None or bool(exist[:, -width:].all()):
+            new, q, exist = min(new, width), q[:, :, -width:], None
+        positions = torch.arange(self.kv.length - new, self.kv.length).expand(rows, -1)
         if exist is not None:
             positions = positions.where(exist.cpu(), -1)
         if self.tail is not None and self.tail_end == start:
             q = torch.cat([self.tail, q], dim=2)
             positions = torch.cat([self.tail_positions, positions], dim=1)
+        self.tail_end = self.kv.length
+        if bool((positions >= 0).all()):
+            self.tail, self.tail_positions = q[:, :, -width:].clone(), positions[:, -width:]
+            return
         # newest last; padding moves to the front and drops out
         order = (positions >= 0).long().argsort(dim=1, stable=True)[:, -width:]
         columns = order.to(q.device)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
         self.tail = q.gather(2, columns)
         self.tail_positions = positions.gather(1, order)
-        self.tail_end = self.kv.length
 
     def can_select(self, row: int) -> bool:
         """Whether a fast step of `row` would know what to read."""

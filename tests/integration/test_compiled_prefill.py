@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import reread
 from reread import Config, InputError, UnsupportedError
+from reread.bench import ttft
+from reread.bench.model import random_model
 from reread.integrations.hf import prompt_layers
 from reread.integrations.hf.indexers import new_indexer
+from reread.shapes import Shape
 
 from . import device, tiny
 from .device import generate
@@ -58,7 +62,7 @@ def both(net: Any, ids: Tensor, config: Config, **options: Any) -> tuple[Any, An
     for length in (32, 10_000):
         prompt_layers.COMPILED_FROM = length
         with reread.attach(net, config, indexer=indexer) as session:
-            outputs.append(generate(net, ids, 5, **options))
+            outputs.append(generate(net, ids, 4, **options))
             assert session.stats.notes == []
             outputs[-1].stats = session.stats
         untouched(net)
@@ -325,3 +329,33 @@ def test_keys_that_change_after_caching_are_refused_as_ever(
     ):
         generate(net, prompt(60))
     assert ran == []
+
+
+SHAPE = Shape(
+    name="tiny", layers=2, total_layers=2, hidden=64, heads=4, kv_heads=2, head_dim=64,
+    intermediate=96, vocabulary=128, tied=True,
+)  # fmt: skip
+
+
+def test_the_benchmark_compares_with_compiled_dense_layers(ran: list[int]) -> None:
+    cpu = torch.device("cpu")
+    net = random_model(SHAPE, cpu, torch.float32)
+    kept = {name: p.clone() for name, p in net.named_parameters()}
+    prompts = ttft.Prompts(
+        SHAPE, reread.SparsePrefill(**INDEXED), cpu, net, new_indexer(net, 16, 1, "random"),
+        backend="triton", backends={"cudnn": SDPBackend.MATH}, warm_tokens=32,
+    )  # fmt: skip
+    found = ttft.at_length(prompts, 96)
+    plain, compiled = found["dense"]
+    assert (plain["arm"], compiled["arm"]) == ("cudnn", "cudnn, compiled layers")
+    assert compiled["sdpa"] == [{"attn_mask": False, "is_causal": True, "enable_gqa": True}]
+    assert compiled["against_first"] < 1e-4
+    # projections are part of the attention's own product
+    assert found["sparse"]["parts"]["calls"].keys() >= {"selection", "attention"}
+    assert "projections" not in found["sparse"]["parts"]["calls"]
+    assert found["sparse"]["notes"] == []
+    assert set(ran) == {32, 96}
+    untouched(net)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, kept[name])
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes

@@ -14,7 +14,7 @@ from .decode import Allowed
 from .selection import Plan, top_k
 from .workspace import CHUNK, Workspace
 
-TILE = 256  # keys that a program scores at a time
+TILE = 128  # keys that a program scores at a time
 
 
 def frequencies(width: int, theta: float, device: torch.device) -> Tensor:
@@ -71,6 +71,7 @@ def choose_keys(
     assert queries.is_contiguous()
     index_decode_kernels.row_scores_kernel[(triton.cdiv(width, CHUNK), rows)](
         queries, index, index.stride(0), index.stride(2), work.scores, work.hists, plan.pitch,
-        *plan.span, D=dim, BLOCK=CHUNK, BN=TILE, num_warps=8,
+        *plan.span, D=dim, BLOCK=CHUNK, BN=TILE, STAGES=4,
+        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     top_k(plan, work, indices, counts, wide=True)

@@ -51,10 +51,13 @@ def turn_kernel(
 @triton.jit
 def row_scores_kernel(
     queries, index, index_row, index_step, scores, hists, pitch, low, high, active,
-    D: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """scores(b, j) = query b . index key j for j in [low, high), fp32, and the top-K's first count;
-    BLOCK keys a program, BN at a time."""
+    BLOCK keys a program, BN at a time.
+
+    A product with fifteen empty columns, because loads that feed one are fetched ahead."""
     b = tl.program_id(1)
     if tl.load(active + b) == 0:
         return
@@ -62,16 +65,21 @@ def row_scores_kernel(
     first = tl.program_id(0) * BLOCK
     if (first >= end) | (first + BLOCK <= begin):
         return
-    d, lane = tl.arange(0, D), tl.arange(0, BN)
-    query = tl.load(queries + b * D + d).to(tl.float32)
+    d, lane, column = tl.arange(0, D), tl.arange(0, BN), tl.arange(0, 16)
+    one = (column == 0)[None, :] & (d >= 0)[:, None]
+    query = tl.load(queries + b * D + d[:, None] + column[None, :] * 0, mask=one, other=0.0)
     index += b.to(tl.int64) * index_row
-    counts = tl.zeros([COARSE], tl.int32)
-    for n in range(first, tl.minimum(first + BLOCK, end), BN):
+    scores += b.to(tl.int64) * pitch
+    for n in tl.range(first, tl.minimum(first + BLOCK, end), BN, num_stages=STAGES):
         at = n + lane
-        keep = (at >= begin) & (at < end)
-        kk = tl.load(index + at[:, None] * index_step + d[None, :], mask=keep[:, None], other=0.0)
-        z = tl.sum(kk.to(tl.float32) * query[None, :], 1)
-        tl.store(scores + b.to(tl.int64) * pitch + at, z, mask=keep)
-        counts += tl.histogram(wide_bin(z), COARSE, mask=keep)
+        kk = tl.load(index + at[:, None] * index_step + d[None, :], mask=(at < end)[:, None],
+                     other=0.0)  # fmt: skip
+        z = tl.sum(tl.dot(kk, query, input_precision=PRECISION), 1)
+        tl.store(scores + at, z, mask=(at >= begin) & (at < end))
+    # what this program stored, all of its threads may read
+    tl.debug_barrier()
+    at = first + tl.arange(0, BLOCK)
+    keep = (at >= begin) & (at < end)
+    counts = tl.histogram(wide_bin(tl.load(scores + at, mask=keep, other=0.0)), COARSE, mask=keep)
     to = hists + b * COARSE + tl.arange(0, COARSE)
     tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
