@@ -51,10 +51,12 @@ class Variant:
     width: int
     heads: int = 1
     init: str = "svd"
+    stretch: float = 8.0
 
     @property
     def name(self) -> str:
-        return f"d{self.width}-h{self.heads}-{self.init}"
+        far = "" if self.stretch == Variant.stretch else f"-stretch{self.stretch:g}"
+        return f"d{self.width}-h{self.heads}-{self.init}{far}"
 
 
 VARIANTS = (
@@ -64,6 +66,8 @@ VARIANTS = (
     Variant(64, init="random"),
     Variant(16, heads=4),
     Variant(64, heads=4),
+    Variant(64, stretch=4.0),
+    Variant(64, stretch=1.0),
 )
 
 
@@ -94,7 +98,7 @@ def distil(
         accumulate=args.accumulate,
         queries=args.queries,
         seed=args.seed,
-        stretch=args.stretch,
+        stretch=variant.stretch,
     )
     distiller = Distiller(indexer.to(model.device), schedule)
     with Teacher(model) as teacher:
@@ -111,7 +115,8 @@ def distil(
         seconds = time.perf_counter() - started
         row = {
             "variant": variant.name, "width": variant.width, "heads": variant.heads,
-            "init": variant.init, "steps": steps, "seconds": seconds, "before": before,
+            "init": variant.init, "stretch": variant.stretch, "steps": steps, "seconds": seconds,
+            "before": before,
             "after": measure(indexer, teacher, corpus.held_out, args.queries),
             "longer": measure(indexer, teacher, longer, args.queries),
             "history": distiller.progress.history,
@@ -141,7 +146,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--queries", type=int, default=1024)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--stretch", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -159,7 +163,7 @@ def main() -> None:
     model = loaded.model
     known = provenance(model.device)
     known["commit"] = args.commit or known["commit"]
-    names = ("context", "tokens", "lr", "stretch", "queries", "accumulate", "seed")
+    names = ("context", "tokens", "lr", "queries", "accumulate", "seed")
     config = {
         "model": "needle-27m",
         "dtype": str(model.dtype).removeprefix("torch."),

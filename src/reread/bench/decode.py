@@ -81,11 +81,7 @@ def measure(
         reasons = "; ".join(f"{arm['arm']}: {arm['not_run']}" for arm in dense if "not_run" in arm)
         raise InputError(f"no dense arm ran, so there is nothing to compare with ({reasons})")
     fastest = min(runnable, key=lambda arm: arm["ms"])
-    if config.mode == "indexed":
-        progress("indexed: capturing")
-        ours: Record = {"indexed": indexed_arm(bench, fastest)}
-    else:
-        ours = _our_arms(bench, slow_every, logits, fastest, progress)
+    ours = _our_arms(bench, slow_every, logits, fastest, progress)
     record |= {
         "kv_bytes": rows * context * shape.kv_bytes_per_token(),
         "fastest_dense": fastest["arm"], "dense": dense, **ours,
@@ -139,7 +135,11 @@ def _our_arms(
     fastest: Record,
     progress: Progress,
 ) -> Record:
-    """The preset, with everything that may overlap, and without, which must give the same."""
+    """The preset, with everything that may overlap, and without, which must give the same; or an
+    indexer at every step."""
+    if bench.config.mode == "indexed":
+        progress("indexed: capturing")
+        return {"indexed": indexed_arm(bench, fastest)}
     out: Record = {}
     logits: list[Tensor] = []
     for overlap in OVERLAPS:

@@ -74,17 +74,21 @@ def measure(
                 )
             )  # fmt: skip
         except (RereadError, torch.OutOfMemoryError) as error:
-            found.append(
-                {"shape": shape.name, "rows": rows, "context": context, "failed": str(error)}
-            )
-            gc.collect()
-            torch.cuda.empty_cache()
+            cell = {"shape": shape.name, "rows": rows, "context": context}
+            found.append({**cell, "failed": str(error)})
+            _free()
         on_row(found[-1])
     described = {key: value for key, value in dataclasses.asdict(shape).items() if key != "source"}
     return {
         "compared": COMPARED, **origin(bandwidth, commit),
         "config": {**config.to_dict(), "shape": described}, "rows": found,
     }  # fmt: skip
+
+
+def _free() -> None:
+    """What a cell that failed left."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def check(cells: Sequence[tuple[int, int]], arms: Sequence[DenseArm], config: Config) -> None:
