@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from .layer import LayerState
 from .ops import indexer_topk, prefill_sparse
@@ -127,7 +128,16 @@ def prefill_row(
     # kernels keep one row of scores for a block
     fused = backend == "triton" and config.chooser == "indexer"
     rows = 1 if fused else q.shape[0] * config.b_sel
-    for piece in pieces(max(offset, start), length, start, config, rows):
+    first = max(offset, start)
+    if backend == "triton" and first == start:
+        # what a row's first blocks read is plain causal attention
+        first = min(length, start + (config.dense_below or 0) // config.b_sel * config.b_sel)
+        at = slice(start - offset, first - offset)
+        if first > start:
+            own = slice(start, first)
+            out[:, at] = _causal(q[:, at], k[:, own], v[:, own], scale)
+            meter.dense(start, first, start)
+    for piece in pieces(first, length, start, config, rows):
         at = slice(piece.first - offset, piece.last - offset)
         seen = slice(0, piece.last)
         if index is not None and config.chooser == "indexer":
@@ -145,6 +155,14 @@ def prefill_row(
         )  # fmt: skip
         _count(piece, start, config.sink, meter)
     return out
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Dense causal attention of the first N positions: q [H, N, D], k and v [Hkv, N, D]."""
+    grouped = q.shape[0] != k.shape[0]
+    return scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=grouped
+    )[0]
 
 
 def pieces(

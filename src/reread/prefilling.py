@@ -24,11 +24,11 @@ class SparsePrefill:
 
     Attributes:
         indexer: folder of an indexer that was distilled for the model.
-        chooser: "indexer": that indexer's scores, of a block's queries the highest. "oracle": the
-            exact attention mass, averaged over heads and over the block's queries; a reference,
-            never an accelerator, for it computes dense attention first. "sampled": the same mass
-            as `samples` of the block's queries see it, without training. None: "indexer" where
-            one is given, else "oracle".
+        chooser: "indexer": the mass that it predicts, of a block's queries the highest. "oracle":
+            the exact attention mass, averaged over heads and over the block's queries; a
+            reference, never an accelerator, for it computes dense attention first. "sampled": the
+            same mass as `samples` of the block's queries see it, without training. None:
+            "indexer" where one is given, else "oracle".
         k: tokens chosen for a block; None: by the block's position, see `budget`.
         b_sel: consecutive queries that share a choice; 1: each its own. Blocks count from a row's
             first token; a chunk of the prefill that ends within a block cuts it in two.

@@ -181,10 +181,11 @@ def indexer_topk(
     backend: str = "auto",
 ) -> BlockSelection:
     """What an indexer chooses for each block of consecutive queries of one row: the positions in
-    [start + sink, window) whose score is the highest for any query of the block.
+    [start + sink, window) of which any query of the block is predicted to give the largest share of
+    its attention.
 
-    The score is iq . ik with one index head, and the mean of the heads' softmax with several (which
-    the kernels do not cover). Ties go to the lower position.
+    The prediction is the softmax of iq . ik over the query's past, averaged over index heads (the
+    kernels cover one). Ties go to the lower position.
 
     Args:
         iq: [n, N, d] index queries at positions edges[0] to edges[-1]; ik: [n, L, d], L is

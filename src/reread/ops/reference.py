@@ -168,15 +168,13 @@ def indexer_topk(
 ) -> BlockSelection:
     """See `ops.indexer_topk`."""
     scores = torch.matmul(iq.float(), ik.float().transpose(1, 2))
-    if len(scores) == 1:
-        scores = scores[0]
-    else:
-        at = torch.arange(ik.shape[1], device=ik.device)
-        seen_from = torch.arange(edges[0], edges[-1], device=ik.device)
-        hidden = (at[None, :] > seen_from[:, None]) | (at[None, :] < start)
-        scores = torch.softmax(scores.masked_fill(hidden, NEG_INF), dim=-1).mean(dim=0)
+    at = torch.arange(ik.shape[1], device=ik.device)
+    seen_from = torch.arange(edges[0], edges[-1], device=ik.device)
+    hidden = (at[None, :] > seen_from[:, None]) | (at[None, :] < start)
+    logs = torch.log_softmax(scores.masked_fill_(hidden, NEG_INF), dim=-1)
+    logs = logs[0] if len(logs) == 1 else logs.logsumexp(dim=0)
     # candidates lie before all of a block's queries, so that causality hides none of them
-    blocks = [scores[a - edges[0] : b - edges[0]].amax(dim=0) for a, b in pairwise(edges)]
+    blocks = [logs[a - edges[0] : b - edges[0]].amax(dim=0) for a, b in pairwise(edges)]
     return best(torch.stack(blocks), start + sink, windows, sizes)
 
 

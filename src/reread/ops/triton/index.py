@@ -15,6 +15,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...types import BlockSelection
 from . import index_kernels
+from .decode import LOG2_E
 
 INDEX_DIMS = (16, 32, 64, 128)
 MAX_BLOCK = 128  # queries that share a choice
@@ -59,6 +60,20 @@ def on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def log_sums(iq: Tensor, ik: Tensor, *, start: int, first: int) -> Tensor:
+    """log2 of the sum of e^(iq . ik) over the past of each query: iq [N, d] at positions from
+    `first` on, ik [L, d] from `start` on -> fp32 [N]."""
+    count, width = iq.shape
+    sums = torch.empty(count, dtype=torch.float32, device=iq.device)
+    block = 64 if iq.dtype == torch.float32 else 128
+    index_kernels.log_sums_kernel[(triton.cdiv(count, block),)](
+        iq, ik, sums, count, iq.stride(0), ik.stride(0), start, first, LOG2_E,
+        D=width, BM=block, BN=64 if block == 64 else 128, STAGES=3,
+        PRECISION="ieee" if iq.dtype == torch.float32 else "tf32", num_warps=8,
+    )  # fmt: skip
+    return sums
+
+
 def index_scores(
     iq: Tensor,
     ik: Tensor,
@@ -69,7 +84,7 @@ def index_scores(
     sink: int,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
-    """The highest score of any query of each block: iq [N, d], ik [L, d] -> fp32 [Nq, L], defined
+    """The highest log2 P of any query of each block: iq [N, d], ik [L, d] -> fp32 [Nq, L], defined
     on [start + sink, window) of each row.
 
     Raises:
@@ -84,10 +99,12 @@ def index_scores(
     scores = torch.empty(blocks, length, dtype=torch.float32, device=device)
     span, group = tuning.keys * tuning.tiles, tuning.group
     grid = (triton.cdiv(max(windows), span), triton.cdiv(blocks, group))
-    if grid[0]:
+    if max(windows) > start + sink:
+        sums = log_sums(iq, ik, start=start, first=edges[0])
         index_kernels.scores_kernel[grid](
-            iq, ik, scores, on_device(tuple(edges), device), on_device(tuple(windows), device),
-            blocks, iq.stride(0), ik.stride(0), start + sink, length,
+            iq, ik, sums, scores,
+            on_device(tuple(edges), device), on_device(tuple(windows), device),
+            blocks, iq.stride(0), ik.stride(0), start + sink, length, LOG2_E,
             D=iq.shape[1], BQ=max(16, triton.next_power_of_2(block)), BN=tuning.keys,
             TILES=tuning.tiles, GROUP=group, STAGES=tuning.stages,
             PRECISION="ieee" if iq.dtype == torch.float32 else "tf32", num_warps=tuning.warps,

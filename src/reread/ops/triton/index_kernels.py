@@ -14,15 +14,52 @@ import triton
 import triton.language as tl
 
 from .radix import COARSE, LOWEST, ordered, threshold_bin
+from .tiles import FLOOR
+
+
+@triton.jit
+def log_sums_kernel(
+    iq, ik, sums, count, iq_step, ik_step, start, first, scale2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums(t) = log2 of the sum over j in [start, first + t] of 2^(scale2 iq(t) . ik(j)).
+
+    The last queries have the most to do, so their programs come first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    d, lane, row = tl.arange(0, D), tl.arange(0, BN), tile * BM + tl.arange(0, BM)
+    real = row < count
+    qq = tl.load(iq + row[:, None] * iq_step + d[None, :], mask=real[:, None], other=0.0)
+    position = first + tl.minimum(row, count - 1)
+    edge, last = first + tile * BM, first + tl.minimum(tile * BM + BM, count)
+    seen = start + tl.maximum(edge - start, 0) // BN * BN
+    m = tl.full([BM], FLOOR, tl.float32)
+    z = tl.zeros([BM], tl.float32)
+    for n in tl.range(start, seen, BN, num_stages=STAGES):
+        kk = tl.load(ik + (n + lane)[:, None] * ik_step + d[None, :])
+        s = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
+        z = z * tl.exp2(m - m_new) + tl.sum(tl.exp2(s * scale2 - m_new[:, None]), 1)
+        m = m_new
+    for n in tl.range(seen, last, BN, num_stages=1):
+        at = n + lane
+        kk = tl.load(ik + at[:, None] * ik_step + d[None, :], mask=(at < last)[:, None], other=0.0)
+        s = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
+        s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
+        z = z * tl.exp2(m - m_new) + tl.sum(tl.exp2(s * scale2 - m_new[:, None]), 1)
+        m = m_new
+    tl.store(sums + row, m + tl.log2(z), mask=real)
 
 
 @triton.jit
 def scores_kernel(
-    iq, ik, scores, edges, windows, blocks, iq_step, ik_step, low, pitch,
+    iq, ik, sums, scores, edges, windows, blocks, iq_step, ik_step, low, pitch, scale2,
     D: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores(n, j) = max over the queries of block n of iq . ik(j), for j in [low, windows[n]).
+    """scores(n, j) = max over the queries t of block n of log2 P(t, j), for j in [low, windows[n]):
+    scale2 iq(t) . ik(j) minus the query's log-sum.
 
     A program has GROUP blocks and TILES * BN keys. Keys are the rows of the product, so that the
     maximum over a block's queries stays within few threads.
@@ -40,12 +77,13 @@ def scores_kernel(
     query = tl.minimum(tl.load(edges + n) + row % BQ, tl.load(edges + n + 1) - 1)
     query -= tl.load(edges)
     qq = tl.load(iq + query[None, :] * iq_step + d[:, None])
+    total = tl.load(sums + query)
     to = scores + mine.to(tl.int64) * pitch
     last = tl.minimum(first + TILES * BN, end)
     for origin in tl.range(first, last, BN, num_stages=STAGES):
         at = origin + lane
         kk = tl.load(ik + at[:, None] * ik_step + d[None, :], mask=(at < end)[:, None], other=0.0)
-        s = tl.dot(kk, qq, input_precision=PRECISION)
+        s = tl.dot(kk, qq, input_precision=PRECISION) * scale2 - total[None, :]
         best = tl.max(tl.reshape(s, [BN, GROUP, BQ]), 2)
         keep = (at >= low)[:, None] & (at[:, None] < windows_of[None, :])
         tl.store(to[None, :] + at[:, None], best, mask=keep)
