@@ -6,6 +6,7 @@ and the exit code is 1 if README and result files differ.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -184,23 +185,135 @@ def needle_gpu() -> str:
     return table(head, rows)
 
 
-def gaps() -> str:
-    """What a prefill budget costs, by the oracle."""
-    kinds = ("code", "note", "chain")
-    head = ("prefill", *kinds, "keys read")
+def gpu_prefill() -> str:
+    """One layer's prefill attention against the fastest dense arm, and its parts."""
+    head = (
+        "tokens", "dense, ms", "sparse, ms", "×", "index scores", "top-k", "attention",
+        "keys read", "roofline, dense / sparse",
+    )  # fmt: skip
+    rows = []
+    for row in load("gpu_prefill")["layer"]["layer"]:
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        ours, parts = row["sparse"], row["sparse"]["parts"]
+        names = ("index_scores_ms", "top_k_ms", "attention_ms")
+        rows.append(
+            (
+                size(row["context"]),
+                f"{dense['ms']:.1f} ({dense['arm']})",
+                f"{ours['ms']:.2f}",
+                f"{row['speedup']:.1f}",
+                *(f"{parts[name]:.2f}" for name in names),
+                f"{ours['share_read']:.1%}",
+                f"{dense['share_of_matmul']:.2f} / {ours['share_of_floor']:.2f}",
+            )
+        )
+    return table(head, rows)
+
+
+def gpu_ttft() -> str:
+    """Time to the first token, and where the sparse arm's goes."""
+    head = ("tokens", "dense, ms", "sparse, ms", "×", "choice", "attention", "rest", "no attention")
+    rows = []
+    for row in load("gpu_prefill")["ttft-4b"]["ttft"]:
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        parts = row["sparse"]["parts"]
+        rows.append(
+            (
+                size(row["context"]),
+                f"{dense['ms']:.0f} ({dense['arm']})",
+                f"{row['sparse']['ms']:.0f}",
+                f"{row['speedup']:.2f}",
+                f"{parts['projections_ms'] + parts['selection_ms']:.0f}",
+                f"{parts['attention_ms']:.0f}",
+                f"{parts['rest_ms']:.0f}",
+                f"{row['no_attention']['ms']:.0f}",
+            )
+        )
+    return table(head, rows)
+
+
+def gap_rows(name: str) -> str:
+    """A file of `reread eval gaps`: accuracy by row."""
+    kinds = ("code", "note", "chain", "all")
+    head = ("prefill", *kinds, "keys read", "ran")
     rows = [
         (
             row["variant"],
-            *(f"{row[kind]:.2f}" for kind in kinds),
-            f"{row['share_read']:.2f}",
+            *(f"{row['accuracy'][kind]:.3f}" for kind in kinds),
+            f"{row['share_read']:.1%}",
+            row["path"],
         )
-        for row in load("gaps")["rows"]
+        for row in load(name)["rows"]
     ]
     return table(head, rows)
 
 
+def indexed_needle() -> str:
+    """Who chooses in every decode step, two lengths."""
+    kinds = ("code", "note", "chain")
+    result = load("indexed_needle")
+    lengths = ("16384 tokens", "65536 tokens")
+    head = ("variant", *(f"{kind}, {n}" for n in ("16K", "64K") for kind in kinds), "keys, 64K")
+    rows = []
+    for short, long in zip(*(result[name]["rows"] for name in lengths), strict=True):
+        figures = [f"{row[kind]:.2f}" for row in (short, long) for kind in kinds]
+        rows.append((short["variant"], *figures, f"{long['keys_read']:.1%}"))
+    return table(head, rows)
+
+
+def indexed_stretched() -> str:
+    """The same at 64K with an indexer that was trained for longer texts."""
+    kinds = ("code", "note", "chain")
+    rows = [
+        (row["variant"], *(f"{row[kind]:.2f}" for kind in kinds))
+        for row in load("indexed_needle_stretched")["65536 tokens"]["rows"]
+    ]
+    return table(("variant", *kinds), rows)
+
+
+def indexed_fidelity() -> str:
+    """Agreement and KL by who chooses, on real text."""
+    found = load("indexed_fidelity")["smollm2"]["rows"]
+    kinds = list(dict.fromkeys(row["text"] for row in found))
+    by = {(row["text"], row["variant"]): row for row in found}
+    head = ("variant", *(f"{kind}: agreement, KL" for kind in kinds), "slow steps", "keys read")
+    rows = []
+    for variant in dict.fromkeys(row["variant"] for row in found):
+        own = [by[kind, variant] for kind in kinds]
+        rows.append(
+            (
+                variant,
+                *(f"{row['agreement']:.3f}, {row['kl']:.3f}" for row in own),
+                f"{sum(row['slow'] for row in own) / len(own):.2f}",
+                f"{sum(row['keys_read'] for row in own) / len(own):.2f}",
+            )
+        )
+    return table(head, rows)
+
+
+def distill() -> str:
+    """Indexers of several kinds: how well they predict, at and beyond the training context."""
+    head = ("variant", "KL", "recall", "mass", "KL, longer", "recall, longer", "mass, longer")
+    rows = []
+    for row in load("distill")["rows"]:
+        figures = [
+            f"{part[name]:.3f}"
+            for part in (row["after"], row["longer"])
+            for name in ("kl", "recall", "mass")
+        ]
+        rows.append((row["variant"], *figures))
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    "gaps": gaps,
+    "gpu_prefill": gpu_prefill,
+    "gpu_ttft": gpu_ttft,
+    "gaps_4k": functools.partial(gap_rows, "gaps_4k"),
+    "gaps_16k": functools.partial(gap_rows, "gaps_16k"),
+    "indexed_needle": indexed_needle,
+    "indexed_stretched": indexed_stretched,
+    "indexed_fidelity": indexed_fidelity,
+    "distill": distill,
     "gpu_decode": gpu_decode,
     "gpu_kernels": gpu_kernels,
     "gpu_refresh": gpu_refresh,

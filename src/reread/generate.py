@@ -52,7 +52,7 @@ def generate(
         max_new_tokens: at most this many new tokens per row, at least 1.
         tokenizer, indexer, progress: as for `attach`.
         prefill_chunk: tokens per prefill pass, None for all at once; the result does not depend on
-            it.
+            it, in a sparse prefill as long as it is a multiple of `prefill.b_sel`.
         options: further arguments of transformers' `generate` (do_sample, streamer,
             past_key_values, ...).
 

@@ -27,7 +27,7 @@ AnyOptions = TypeVar("AnyOptions")  # a command's own dataclass of options
 class PresetOptions:
     """A configuration, as given."""
 
-    preset: Annotated[str, typer.Option(help="default, paper or dense.")] = "default"
+    preset: Annotated[str, typer.Option(help="default, paper, indexed or dense.")] = "default"
     settings: Annotated[
         list[str] | None,
         typer.Option(

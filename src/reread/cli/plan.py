@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..config import AFRESH
+from ..errors import InputError
 from ..hardware import CALIBRATION, GPUS, gpu_of
 from ..planner import Plan, plan
 from ..shapes import shape_of
@@ -40,6 +42,10 @@ class PlanOptions(CellOptions, PresetOptions):
 def plan_command(options: PlanOptions) -> None:
     """Estimate speed and memory of dense and slow-fast decoding on a GPU, from a model of both."""
     config, shape, gpu = options.config(), shape_of(options.shape), gpu_of(options.gpu)
+    if config.mode in AFRESH:
+        raise InputError(
+            f"mode {config.mode!r} is not in the planner's model: measure it with `reread bench decode`"
+        )
     plans = [
         plan(shape, context, batch, gpu, config, slow_every=options.sentence)
         for batch, context in options.cells()
