@@ -56,6 +56,10 @@ class Meter:
     def of(cls, rows: int) -> Meter:
         return cls([dict.fromkeys(StepKind, 0) for _ in range(rows)])
 
+    def widen(self, rows: int) -> None:
+        """Room for at least so many rows."""
+        self.runs += Meter.of(max(0, rows - len(self.runs))).runs
+
     def add(self, row: int, kind: StepKind, read: int, cached: int, layers: int = 1) -> None:
         self.runs[row][kind] += layers
         self.keys_read += read * layers

@@ -20,9 +20,8 @@ from .choosing import IndexLane
 from .config import Config
 from .cuda import Staging
 from .errors import UnsupportedError
-from .kv import Buffers
 from .lanes import DEFAULT_OVERLAP, Lanes, Overlap
-from .layer import DeviceRow, LayerState
+from .layer import DeviceRow, LayerState, check_buffers
 from .ops import refusal
 from .steps import FIELDS, RowStep, StepShape
 from .types import StepKind
@@ -68,7 +67,7 @@ class Arena:
         self.layers = tuple(states)
         self._note_owners(states)
         self.buffers = {i: state.kv.buffers() for i, state in states.items()}
-        _check(self.buffers, heads)
+        check_buffers(self.buffers, heads)
         k = self.buffers[self.layers[0]].k
         self.rows, self.kv_heads, self.capacity, dim = map(int, k.shape)
         self.device = k.device
@@ -175,6 +174,12 @@ class Arena:
             k = other.indices[i].shape[2]
             self.indices[i][..., :k] = other.indices[i]
             self.counts[i].copy_(other.counts[i])
+
+    def clean(self) -> None:
+        """A step failed on its way: leave no half-done counts to the next one."""
+        self.lanes.clean()
+        if self.index is not None:
+            self.index.clean()
 
     # -- on the device
 
@@ -285,16 +290,3 @@ class Arena:
             indices=self.indices[layer], counts=self.counts[layer],
             norms=self.buffers[layer].norms,
         )  # fmt: skip
-
-
-def _check(buffers: Mapping[int, Buffers], heads: int) -> None:
-    """Refuse caches that the kernels do not cover."""
-    from .ops.triton import unsupported
-
-    for i, buffer in buffers.items():
-        rows, _, _, dim = buffer.k.shape
-        reason = unsupported(buffer.k.new_empty(rows, heads, dim), buffer.k)
-        if buffer.k.shape != buffer.v.shape:
-            reason = f"layer {i}'s values of another shape than its keys"
-        if reason is not None:
-            raise UnsupportedError(refusal(reason))

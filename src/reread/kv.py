@@ -65,6 +65,7 @@ class GrowingKV:
         self._norms: Tensor | None = None
         self._index: Tensor | None = None
         self.indexed = 0
+        self.index_owner = ""
 
     def reserve(self, positions: int) -> None:
         """Ask for room for `positions` in total at the next growth, so that a known length is
@@ -84,28 +85,28 @@ class GrowingKV:
             self._norms[:, :, self.length : end] = norms
         self.length = end
 
-    def append_index(self, keys: Tensor) -> None:
-        """Write the index keys [B, n, T, d] of the newest T positions.
+    def claim_index(self, owner: str) -> None:
+        """Before an indexer reads on; owner: a digest of its weights. An InputError if it has not
+        read everything that is cached."""
+        if not self.length:
+            self._index = self._index if owner == self.index_owner else None
+            self.index_owner = owner
+        elif self.indexed < self.length or owner != self.index_owner:
+            read = self.indexed if owner == self.index_owner else 0
+            raise InputError(
+                f"the cache holds {self.length} tokens, of {read} this indexer has read: "
+                "read the whole text with it attached"
+            )
 
-        Raises:
-            InputError: positions before those have none.
-        """
+    def append_index(self, keys: Tensor) -> None:
+        """Write the index keys [B, n, T, d] of the newest T positions."""
         room = self.index_room(keys.shape[2], keys)
         room[:, :, self.length - keys.shape[2] : self.length] = keys.detach()
 
     def index_room(self, new: int, like: Tensor) -> Tensor:
         """The index cache [B, n, capacity, d] for the caller to write the newest `new` positions,
-        which count as written. like: another tensor [B, n, ..., d] of the same dtype.
-
-        Raises:
-            InputError: positions before those have no index keys.
-        """
-        first = self.length - new
-        if self.indexed < first:
-            raise InputError(
-                f"the cache holds {first} tokens, of {self.indexed} the indexer has read: "
-                "read the whole text with the indexer attached"
-            )
+        which count as written. like: another tensor [B, n, ..., d] of the same dtype."""
+        assert self.indexed >= self.length - new, "see claim_index"
         self._index = self._room(self._index, like, self.length, self.indexed)
         self.indexed = self.length
         return self._index
@@ -146,12 +147,11 @@ class GrowingKV:
         self._index = buffers.index
         self.with_norms = buffers.norms is not None
 
-    def advance(self) -> None:
-        """One position was written by somebody else: a captured step."""
+    def advance(self, *, indexed: bool = False) -> None:
+        """A captured step wrote one position; indexed: and its index key."""
         assert self._k is not None
         assert self.length < self._k.shape[2]
-        if self._index is not None and self.indexed == self.length:
-            self.indexed += 1
+        self.indexed += int(indexed)
         self.length += 1
 
     def ensure_room(self) -> None:

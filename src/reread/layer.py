@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .kv import CompactKV, GrowingKV
+from .errors import UnsupportedError
+from .kv import Buffers, CompactKV, GrowingKV
+from .ops import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +83,20 @@ class LayerState:
     def can_select(self, row: int) -> bool:
         """Whether a fast step of `row` would know what to read."""
         return self.chosen[row] is not None or self.tail is not None
+
+
+def check_buffers(buffers: Mapping[int, Buffers], heads: int) -> None:
+    """Refuse caches that the kernels do not cover; heads: query heads.
+
+    Raises:
+        UnsupportedError: names the value.
+    """
+    from .ops.triton import unsupported
+
+    for i, buffer in buffers.items():
+        rows, _, _, dim = buffer.k.shape
+        reason = unsupported(buffer.k.new_empty(rows, heads, dim), buffer.k)
+        if buffer.k.shape != buffer.v.shape:
+            reason = f"layer {i}'s values of another shape than its keys"
+        if reason is not None:
+            raise UnsupportedError(refusal(reason))

@@ -88,11 +88,17 @@ def test_index_keys_follow_the_cache() -> None:
 
 def test_a_text_that_the_indexer_has_not_read_is_refused() -> None:
     kv = GrowingKV()
+    kv.claim_index("a")
     k = torch.randn(1, 2, 9, 8)
     kv.append(k, k)
-    kv.append(k[:, :, :1], k[:, :, :1])
-    with pytest.raises(InputError, match="the cache holds 9 tokens, of 0 the indexer has read"):
-        kv.append_index(torch.zeros(1, 1, 1, 4))
+    with pytest.raises(InputError, match="the cache holds 9 tokens, of 0 this indexer has read"):
+        kv.claim_index("a")
+    kv.append_index(torch.zeros(1, 1, 9, 4))
+    kv.claim_index("a")
+    with pytest.raises(InputError, match="of 0 this indexer has read"):
+        kv.claim_index("b")
+    kv.crop(0)
+    kv.claim_index("b")
 
 
 def test_one_steps_mass_is_that_of_a_prompts_last_query() -> None:

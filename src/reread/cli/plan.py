@@ -44,7 +44,7 @@ def plan_command(options: PlanOptions) -> None:
     config, shape, gpu = options.config(), shape_of(options.shape), gpu_of(options.gpu)
     if config.mode in AFRESH:
         raise InputError(
-            f"mode {config.mode!r} is not in the planner's model: measure it with `reread bench decode`"
+            f"mode {config.mode!r} is not in the planner's model: measure it with bench decode"
         )
     plans = [
         plan(shape, context, batch, gpu, config, slow_every=options.sentence)

@@ -135,8 +135,17 @@ class Indexer(nn.Module):
 def _card(path: Path, metadata: Mapping[str, str]) -> IndexerCard:
     if metadata.get("format") != FORMAT or "card" not in metadata:
         raise InputError(f"{path} is no indexer of format {FORMAT}")
-    values = json.loads(metadata["card"])
-    return IndexerCard(**{**values, "layers": tuple(values["layers"])})
+    try:
+        values = json.loads(metadata["card"])
+        card = IndexerCard(**{**values, "layers": tuple(map(int, values["layers"]))})
+        numbers = card.hidden, card.width, card.heads
+        ok = all(isinstance(n, int) and n > 0 for n in numbers) and card.theta > 0
+        ok = ok and isinstance(card.backbone, str) and isinstance(card.record, Mapping)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} has a card that cannot be read: {error!r}") from error
+    if not ok:
+        raise InputError(f"{path} has a card whose values are not possible: {values}")
+    return card
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from ...config import Config
 from ...errors import ConfigError
 from ...indexer.model import Indexer
-from . import guard
+from . import guard, interface
 from .session import Progress, Session
 from .vocabulary import boundary_tokens, find_tokenizer
 
@@ -58,6 +58,7 @@ def attach(
     if not isinstance(config, Config):
         raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
+    interface.require_free(model)
     if config.mode == "oracle":
         if config.backend == "triton":
             raise ConfigError("backend='triton' has no mode 'oracle', which is a reference")

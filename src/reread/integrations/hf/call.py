@@ -55,14 +55,15 @@ def prompt_call(
     runner: Runner | None,
     new: int,
     mask: Any,
-    sparse: bool,
+    needs: tuple[bool, bool],
 ) -> Call:
-    """A prefill of `new` columns is about to run; sparse: it has to know where rows begin."""
+    """A prefill of `new` columns is about to run; needs: whether it is sparse, and whether an
+    indexer reads along, which both have to know where rows begin."""
     rows, length = len(conversation.controller.rows), conversation.length + new
     known = recorder.prompt + recorder.wanted if recorder.wanted else 0
     columns = max(known, length)
     conversation.prepare_prefill(columns)
     if runner is not None:
         runner.prepare_prefill(conversation, columns, has_holes(mask, rows, length))
-    starts = first_positions(mask, rows, length) if sparse else ()
+    starts = first_positions(mask, rows, length, holes=not needs[0]) if any(needs) else ()
     return Call(conversation, None, exist=queries_that_exist(mask, new), starts=starts)

@@ -85,9 +85,15 @@ class Conversations:
     """The conversations of one session, by cache; each is forgotten with its cache."""
 
     def __init__(
-        self, config: Config, text_config: Any, layers: tuple[int, ...], boundary: Tensor | None
+        self,
+        config: Config,
+        text_config: Any,
+        layers: tuple[int, ...],
+        boundary: Tensor | None,
+        indexer: str = "",
     ) -> None:
-        self._config = config
+        """indexer: digest of the one that reads along, "" if none does."""
+        self._config, self._indexer = config, indexer
         self._text_config = text_config
         self._layers = layers
         self._boundary = boundary
@@ -104,6 +110,8 @@ class Conversations:
         for state in states.values():
             if state.kv.length and state.kv.keys.shape[0] != rows:
                 raise InputError(f"the cache has {state.kv.keys.shape[0]} rows, the input {rows}")
+            if self._indexer:
+                state.kv.claim_index(self._indexer)
         known = self._known.get(cache)
         if known is None or known.states != states or len(known.controller.rows) != rows:
             known = Conversation(states, Controller(self._config, self._boundary, rows))
@@ -162,8 +170,9 @@ def has_holes(mask: Any, rows: int, length: int) -> bool:
     return bool(((count > 0) & (count != length - start)).any())
 
 
-def first_positions(mask: Any, rows: int, length: int) -> tuple[int, ...]:
-    """Per row the first position that is no padding, `length` where there is none yet.
+def first_positions(mask: Any, rows: int, length: int, *, holes: bool = False) -> tuple[int, ...]:
+    """Per row the first position that is no padding, `length` where there is none yet; holes:
+    whether a row may have padding behind it.
 
     Raises:
         UnsupportedError: a mask that is not 2D, or padding behind or between the tokens of a row.
@@ -171,8 +180,10 @@ def first_positions(mask: Any, rows: int, length: int) -> tuple[int, ...]:
     if mask is None:
         return (0,) * rows
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        raise UnsupportedError("a sparse prefill needs a 2D attention_mask [batch, tokens]")
-    if has_holes(mask, rows, length):
+        raise UnsupportedError(
+            "a sparse prefill or an indexer needs a 2D attention_mask [batch, tokens]"
+        )
+    if not holes and has_holes(mask, rows, length):
         raise UnsupportedError(
             "a sparse prefill does not cover padding behind or between the tokens of a row"
         )

@@ -4,6 +4,7 @@ input."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ class Reader:
             raise InputError(f"the indexer reads inputs of {card.hidden}, the model has {hidden}")
         own = copy.deepcopy(indexer).to(device=weight.device, dtype=weight.dtype)
         self.indexer, self.layers = own.requires_grad_(False), layers
+        self.digest = _digest(own)
         self._modules: list[Any] = [m for m in model.modules() if _attends(m, layers)]
         found = {int(m.layer_idx) for m in self._modules}
         if found != set(layers):
@@ -108,6 +110,14 @@ class Reader:
         return turn_and_append(raw, index, self._turns, begins, lengths)[:, None]
 
 
+def _digest(indexer: Indexer) -> str:
+    """By which a cache knows whose index keys it holds."""
+    found = hashlib.sha256(repr(indexer.card.width).encode())
+    for parameter in indexer.parameters():
+        found.update(parameter.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 def _attends(module: nn.Module, layers: tuple[int, ...]) -> bool:
     """Whether it is the attention of one of `layers`; some models number whole layers, too."""
     return (
@@ -130,6 +140,10 @@ def reader_of(
         ConfigError: no indexer is given where one is needed, or the other way round.
         InputError: the indexer is not this model's; see `Indexer.load`.
     """
+    if indexer is not None and not isinstance(indexer, Indexer):
+        raise ConfigError(
+            f"indexer={indexer!r} is not possible: an Indexer; a folder goes into the config"
+        )
     if not config.uses_indexer:
         if indexer is not None:
             raise ConfigError("indexer= is given, and nothing in the config uses one")

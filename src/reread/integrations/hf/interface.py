@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...errors import UnsupportedError
+from ...errors import InputError, UnsupportedError
 
 PREFIX = "reread_"
 
@@ -42,6 +42,16 @@ _CLAIMS: dict[int, _Claim] = {}
 _USERS: Counter[str] = Counter()
 # attention module -> the session that its model is attached to
 SESSIONS: WeakKeyDictionary[nn.Module, Attends] = WeakKeyDictionary()
+
+
+def require_free(model: nn.Module) -> None:
+    """Refuse a model that is attached.
+
+    Raises:
+        InputError: it is.
+    """
+    if any(module in SESSIONS for module in model.modules()):
+        raise InputError(f"{type(model).__name__} is attached already: leave that session first")
 
 
 def register(original: str) -> str:

@@ -64,10 +64,11 @@ class Recorder:
 
     def begin_step(self, controller: Controller, rows: int) -> tuple[bool, ...]:
         """A decode step of `rows` rows is about to run: which of them count."""
-        if not self.meter.runs:
-            self.meter = Meter.of(rows)
+        # a loop of one's own may go on with more rows, or with another conversation
+        self.meter.widen(rows)
         self._controllers.setdefault(id(controller), (controller, controller.reasons.copy()))
-        return tuple(not done for done in self._finished) or (True,) * rows
+        done = [*self._finished, *[False] * (rows - len(self._finished))]
+        return tuple(not finished for finished in done[:rows])
 
     def full_step(self, rows: int, new: int) -> None:
         """A forward of a model without sparse layers; it is a decode step if decoding began."""

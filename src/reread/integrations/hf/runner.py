@@ -83,7 +83,7 @@ class Runner:
             self._forever = "the model has a forward of its own, which would be passed over"
         self.obstacle = ""
         self.check(1, 1)
-        self.recheck()
+        self._look()
 
     def close(self) -> None:
         """Give back graphs, arenas and changed weights."""
@@ -150,11 +150,19 @@ class Runner:
         """
         if self._weights is not None and self._weights.moved:
             self.close()
-        self.obstacle = self._forever or obstacle(self._model, self._layers)
+        self._look()
         if self._reader is not None and not self.obstacle and not self.stacked().index_beside:
             self.obstacle = "a layer's projections cannot be stacked with those of the indexer"
+            self._refuse()
+
+    def _look(self) -> None:
+        """Without changing the model."""
+        self.obstacle = self._forever or obstacle(self._model, self._layers)
+        self._refuse()
+
+    def _refuse(self, cause: Exception | None = None) -> None:
         if self.obstacle and self._config.runner == "graph":
-            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}")
+            raise UnsupportedError(f"runner='graph' is not possible: {self.obstacle}") from cause
 
     def _drop(self, arena: Arena) -> None:
         self._arenas.remove(arena)
@@ -242,7 +250,7 @@ class Runner:
         graphs = self._graphs[step.arena]
         self.ran = "graph, compiled layers" if graphs.compiled else "graph"
         for state in step.conversation.states.values():
-            state.kv.advance()
+            state.kv.advance(indexed=step.arena.index is not None)
         name = "cache" if "cache" in given else "past_key_values"
         # the graph writes its logits to the same place again in the next step
         return type(output)(logits=output.logits.clone(), **{name: given[name]})
@@ -262,16 +270,13 @@ class Runner:
                 first_line = (str(error).strip() or "no message").splitlines()[0][:200]
                 told = f"{type(error).__name__}: {first_line}"
                 del self._graphs[step.arena]
-                step.arena.lanes.clean()
+                step.arena.clean()
                 if graphs.compiled:
                     self._compiles = False
                     self.notes.append(f"layers are not compiled ({told})")
                     continue
                 self.obstacle = self._forever = f"the step could not be captured ({told})"
-                if self._config.runner == "graph":
-                    raise UnsupportedError(
-                        f"runner='graph' is not possible: {self.obstacle}"
-                    ) from error
+                self._refuse(error)
                 return None
 
     @torch.inference_mode(False)

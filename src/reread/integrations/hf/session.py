@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from ... import ops
 from ...attention import decode_step
 from ...config import Config
-from ...errors import InputError, UnsupportedError
+from ...errors import UnsupportedError
 from ...indexer.model import Indexer
 from ...layer import LayerState
 from ...policy.trigger import entropy
@@ -61,7 +61,6 @@ class Session:
         self._text_config = model.config.get_text_config(decoder=True)
         self._layers = sparse_layers(self._text_config)
         self.notes = [] if self._layers else [NO_LAYERS]
-        self._conversations = Conversations(config, self._text_config, self._layers, boundary)
         self._recorder = Recorder(0, 0, frozenset())
         self._call: Call | None = None
         self._undo: list[Callable[[], object]] = []
@@ -69,6 +68,9 @@ class Session:
         self._forward = model.forward
         self._backend = ops.resolve_backend(config.backend, model.device)
         self._reader = reader_of(model, config, self._layers, indexer, self._backend)
+        digest = "" if self._reader is None else self._reader.digest
+        known = config, self._text_config, self._layers, boundary
+        self._conversations = Conversations(*known, digest)
         self._prefill = None if config.prefill is None else resolved(config.prefill, self._backend)
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
@@ -79,9 +81,7 @@ class Session:
             self._prompts = PromptLayers(model, self._runner, self._prefill, indexer, self._read)
 
     def __enter__(self) -> Session:
-        name = type(self.model).__name__
-        if any(module in interface.SESSIONS for module in self.model.modules()):
-            raise InputError(f"{name} is attached already: leave that session first")
+        interface.require_free(self.model)
         try:
             self._attach()
         except BaseException:
@@ -107,6 +107,7 @@ class Session:
         self._replace("generate", functools.partial(self._generate, model.generate))
         if self._runner is not None:
             self._undo.append(self._runner.close)
+            self._runner.recheck()
             self._replace("forward", self._run)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
@@ -200,11 +201,11 @@ class Session:
             return
         conversation, mask = self._conversations.of(cache, rows), given.get("attention_mask")
         if self._recorder.decoding and new == 1 and conversation.length:
-            call = decode_call(conversation, self._recorder, self._runner, ids, mask)
+            self._call = decode_call(conversation, self._recorder, self._runner, ids, mask)
         else:
-            sparse = self._prefill is not None or self._reader is not None
-            call = prompt_call(conversation, self._recorder, self._runner, new, mask, sparse)
-        self._call = call
+            needs = self._prefill is not None, self._reader is not None
+            of = conversation, self._recorder, self._runner
+            self._call = prompt_call(*of, new, mask, needs)
         if self._reader is not None and self._runner is None:
             self._reader.listen()
 
