@@ -48,7 +48,7 @@ class DistillOptions:
         typer.Option(
             help="Positions are multiplied by up to so much, for longer texts than these."
         ),
-    ] = 8.0
+    ] = 4.0
     accumulate: Annotated[int, typer.Option(help="Contexts of each step.")] = 1
     queries: Annotated[int, typer.Option(help="Query positions drawn of each context.")] = 1024
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50

@@ -39,7 +39,7 @@ class Request:
     heads: int = 1
     init: str = "svd"
     lr: float = 3e-3
-    stretch: float = 8.0
+    stretch: float = 4.0
     accumulate: int = 1
     queries: int = 1024
     checkpoint_every: int = 50
