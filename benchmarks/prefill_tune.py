@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -94,7 +95,10 @@ def check(layer: Layer) -> None:
     piece, chosen = layer.pieces[-1], layer.chosen()[-1]
     scores = layer.scores(index.DEFAULT, piece)
     edge, window, size = piece.edges[-2], piece.windows[-1], piece.sizes[-1]
-    want = (layer.iq[edge : piece.last].float() @ layer.ik.float().T).amax(0)
+    logits = layer.iq[edge : piece.last].float() @ layer.ik[: piece.last].float().T
+    at = torch.arange(piece.last, device="cuda")
+    logits.masked_fill_(at[None, :] > at[edge:, None], float("-inf"))
+    want = logits.log_softmax(-1).amax(0) / math.log(2)
     span = slice(SINK, window)
     error = float((scores[-1, span] - want[span]).abs().max())
     found = reference.best(scores[-1:], SINK, [window], [size]).indices[0]

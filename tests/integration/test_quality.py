@@ -68,8 +68,8 @@ def forced_accuracy(loaded: Any, texts: list[Any], config: Config) -> dict[str, 
 
 
 def test_blocks_that_share_an_indexers_choice_lose_little_on_every_kind(needle_dir: Path) -> None:
-    """Several questions in a block, some 10 % of the keys. Raw scores in the place of predicted mass
-    lose far more on notes (ADR 0009), which is what this watches."""
+    """Several questions in a block, some 10 % of the keys. Raw scores in the place of predicted
+    mass lose far more on notes (ADR 0009), which is what this watches."""
     loaded = load(str(needle_dir), dtype="float32")
     texts = forced.make_forced(loaded.tokenizer, tokens=2048, count=2, seed=5)
     shared = SparsePrefill(indexer=str(INDEXER), k=48, b_sel=64, local=16, dense_below=0)
