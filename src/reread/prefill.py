@@ -132,9 +132,8 @@ def prefill_row(
     if backend == "triton" and first == start:
         # what a row's first blocks read is plain causal attention
         first = min(length, start + (config.dense_below or 0) // config.b_sel * config.b_sel)
-        at = slice(start - offset, first - offset)
         if first > start:
-            own = slice(start, first)
+            at, own = slice(start - offset, first - offset), slice(start, first)
             out[:, at] = _causal(q[:, at], k[:, own], v[:, own], scale)
             meter.dense(start, first, start)
     for piece in pieces(first, length, start, config, rows):

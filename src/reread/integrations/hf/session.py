@@ -68,9 +68,8 @@ class Session:
         self._forward = model.forward
         self._backend = ops.resolve_backend(config.backend, model.device)
         self._reader = reader_of(model, config, self._layers, indexer, self._backend)
-        digest = "" if self._reader is None else self._reader.digest
         known = config, self._text_config, self._layers, boundary
-        self._conversations = Conversations(*known, digest)
+        self._conversations = Conversations(*known, getattr(self._reader, "digest", ""))
         self._prefill = None if config.prefill is None else resolved(config.prefill, self._backend)
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
