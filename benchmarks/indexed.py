@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ COMPARED = {
 }
 
 
-def variants(indexer: str) -> dict[str, Config]:
+def variants(indexer: str, budgets: Sequence[int]) -> dict[str, Config]:
     """Rows of both tables: by the budget k, who chooses."""
     indexed = Config.preset("indexed").updated({"indexer": indexer})
     found = {"dense": Config.preset("dense")}
-    for k in (64, 256):
+    for k in budgets:
         changes = {"k": k}
         found[f"oracle at every step, k={k}"] = indexed.updated(
             {"indexer": None, "mode": "oracle", **changes}
@@ -54,9 +55,10 @@ def run_needle(args: argparse.Namespace) -> dict[str, Any]:
         needle.Vocabulary.of(loaded.tokenizer.get_vocab()),
         tokens=args.tokens, count=args.texts, questions=args.questions, seed=args.seed,
     )  # fmt: skip
-    configs = {k: v for k, v in variants(args.indexer).items() if args.oracle or "oracle" not in k}
+    every = variants(args.indexer, args.budgets)
+    configs = {k: v for k, v in every.items() if args.oracle or "oracle" not in k}
     with console.status(f"{args.tokens} tokens"):
-        found = needle.evaluate(loaded.model, loaded.tokenizer, made, configs)
+        found = needle.evaluate(loaded.model, loaded.tokenizer, made, configs, chunk=args.chunk)
     rows: list[dict[str, Any]] = []
     for name, kinds in found.items():
         row: dict[str, Any] = {"variant": name, "tokens": args.tokens}
@@ -71,13 +73,13 @@ def run_needle(args: argparse.Namespace) -> dict[str, Any]:
 def run_fidelity(args: argparse.Namespace) -> dict[str, Any]:
     """All kinds of text; means over the rows of each."""
     loaded = load("smollm2", dtype="float32")
-    told, length = variants(args.indexer), args.context + args.steps
+    told, length = variants(args.indexer, args.budgets), args.context + args.steps
     rows: list[dict[str, Any]] = []
     for kind, text in texts.KINDS.items():
         ids = fidelity.rows_of(loaded.tokenizer, [text()], args.samples, length)
         context, rest = ids[:, : args.context], ids[:, args.context :]
         with console.status(f"{kind}: reading"):
-            reading = told["indexer at every step, k=256"]
+            reading = told["indexer, a dense step in 32, k=256"]
             cache = fidelity.prefill(loaded.model, context, reading)
             dense = fidelity.dense_reference(loaded.model, cache, rest)
         for name, config in list(told.items())[1:]:
@@ -94,6 +96,11 @@ def run_fidelity(args: argparse.Namespace) -> dict[str, Any]:
             )
             print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows}
+
+
+def whole_numbers(text: str) -> list[int]:
+    """ "64,256" as [64, 256]."""
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -113,6 +120,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens read before the steps")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budgets", type=whole_numbers, default=[64, 256], help="k of the rows")
+    parser.add_argument("--chunk", type=int, default=needle.PREFILL_CHUNK, help="tokens per pass")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True)
@@ -128,13 +137,15 @@ def main() -> None:
     settings = {
         k: v
         for k, v in vars(args).items()
-        if k in ("texts", "questions", "samples", "context", "steps", "seed")
+        if k in ("texts", "questions", "samples", "context", "steps", "seed", "chunk")
     }
     entry = {
         **known, "commit": args.commit or known["commit"], "config": settings, "indexer": card,
         **found,
     }  # fmt: skip
     whole = json.loads(path.read_text()) if path.exists() else {"compared": COMPARED[args.table]}
+    # of the part that was measured last; each part has its own besides
+    whole |= {key: entry[key] for key in ("versions", "device", "commit", "config")}
     whole[f"{args.tokens} tokens" if args.table == "needle" else "smollm2"] = entry
     write_json(path, whole)
     show(args.table, found["rows"], [c for c in found["rows"][0] if c != "runner"])

@@ -44,6 +44,9 @@ PARTS = {
 }
 
 
+ORIGIN = ("versions", "device", "commit", "config")
+
+
 def say(what: str) -> None:
     """Progress, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
@@ -59,7 +62,9 @@ def write(path: Path, name: str, found: dict[str, Any]) -> None:
     """Put one part's result into the file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(read(path) | {name: found}, indent=1) + "\n")
+    # of the part that was measured last; each part has its own besides
+    origin = {key: found[key] for key in ORIGIN if key in found}
+    beside.write_text(json.dumps({**read(path), **origin, name: found}, indent=1) + "\n")
     beside.replace(path)
 
 

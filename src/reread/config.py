@@ -87,7 +87,8 @@ class Config:
         ok = self.prefill is None or isinstance(self.prefill, SparsePrefill)
         require(ok, "prefill", self.prefill, "a SparsePrefill or None")
         other = None if self.prefill is None else self.prefill.indexer
-        same = None in (self.indexer, other) or self.indexer == other
+        folders = {os.path.normpath(folder) for folder in (self.indexer, other) if folder}
+        same = len(folders) < 2
         require(same, "indexer", self.indexer, f"the prefill's, {other!r}: one model has one")
         used = self.indexer is None or self.uses_indexer
         require(used, "indexer", self.indexer, "None, for neither mode nor prefill uses one")

@@ -281,14 +281,14 @@ def test_the_cache_is_put_back(
                 raise error
             return out
 
-        session._prompts._read = failing  # type: ignore[union-attr]
+        session._prompts._read = failing  # type: ignore[union-attr]  # it is there, see above
         if type(error) is RuntimeError:
             net(ids[:, 60:], use_cache=True, **{CACHE: cache})
         else:
             with pytest.raises(type(error)):
                 net(ids[:, 60:], use_cache=True, **{CACHE: cache})
             assert [layer.state.kv.length for layer in cache.layers] == [60, 60]
-            session._prompts._read = read  # type: ignore[union-attr]
+            session._prompts._read = read  # type: ignore[union-attr]  # it is there, see above
             net(ids[:, 60:], use_cache=True, **{CACHE: cache})
         for part in (ids[:, :60], ids[:, 60:]):
             net(part, use_cache=True, **{CACHE: other})
@@ -307,7 +307,7 @@ def test_keys_that_change_after_caching_are_refused_as_ever(
     net, config = device.build("llama"), device.triton("auto", CONFIGS["dense"])
     own = type(net.model.layers[0].self_attn)
 
-    class Changing(own):  # type: ignore[misc, valid-type]
+    class Changing(own):  # type: ignore[misc, valid-type]  # a class known only here
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs[CACHE]
             return own.forward(self, *args, **{**kwargs, CACHE: Scaling(cache)})

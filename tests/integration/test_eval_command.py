@@ -83,7 +83,7 @@ def test_every_row_ran_as_it_says(model: str, indexer: str, tmp_path: Path) -> N
         assert gap["high"] >= gap["value"] - 1e-9
         assert gap["dense_can"] is False  # random weights know nothing
     assert value["indexer"]["record"]["init"] == "svd"
-    assert {"versions", "device", "commit", "settings", "notes", "default_b_sel"} <= value.keys()
+    assert {"versions", "device", "commit", "config", "notes", "default_b_sel"} <= value.keys()
 
 
 def test_a_run_is_continued_row_by_row(

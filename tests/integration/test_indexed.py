@@ -21,6 +21,7 @@ import reread
 from reread import Config, ConfigError, InputError, SparsePrefill, UnsupportedError
 from reread.cli import app
 from reread.indexer.model import WEIGHTS, Indexer
+from reread.integrations.hf.indexed import Reader, kernels_lack
 from reread.integrations.hf.indexers import new_indexer
 from reread.oracle import choose, step_mass
 from reread.prefill import PrefillMeter, pieces, prefill_row
@@ -810,6 +811,39 @@ def test_the_preset_is_a_config_like_others() -> None:
     assert (changed.k, changed.indexer, changed.indexer_folder) == (9, None, "a/b")
     assert Config.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
     assert changed.updated({"prefill": "oracle"}).indexer_folder is None
+
+
+@pytest.mark.parametrize("chooser", ["oracle", "sampled"])
+def test_blocks_that_are_too_large_for_the_kernels_are_refused_before_a_prompt(
+    chooser: str, net: Any
+) -> None:
+    """Before anything is written, whoever chooses."""
+    config = Config(
+        mode="dense", backend="triton", prefill=SparsePrefill(b_sel=256, chooser=chooser)
+    )
+    with pytest.raises(UnsupportedError, match="256 queries that share a choice: at most 128"):
+        reread.attach(net, config)
+
+
+def test_more_positions_than_the_top_k_lists_are_refused_by_the_length_of_the_text(
+    net: Any,
+) -> None:
+    reader = Reader(net, new_indexer(net, 16, 1, "svd"), (0, 1))
+    config = Config(prefill=SparsePrefill(chooser="indexer", k=100_000))
+    assert kernels_lack(config, reader, 2, 16_384) is None
+    assert "k=16385 of a sparse prefill" in str(kernels_lack(config, reader, 2, 16_385))
+    other = config.updated({"prefill.chooser": "sampled"})
+    assert kernels_lack(other, None, 2, 50_000) is None
+
+
+def test_an_oracle_is_no_graph(net: Any) -> None:
+    with pytest.raises(ConfigError, match="runner='graph' has no mode 'oracle'"):
+        reread.attach(net, Config.preset("indexed").updated({"mode": "oracle", "runner": "graph"}))
+
+
+def test_one_folder_may_be_spelt_in_two_ways() -> None:
+    config = Config(mode="indexed", indexer="a/b/", prefill=SparsePrefill(indexer="a/./b"))
+    assert config.indexer_folder == "a/b/"
 
 
 def test_holes_are_refused_by_their_name_where_kernels_run(net: Any) -> None:

@@ -15,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import Config
 from ..device import Arena
-from ..errors import InputError
 from ..layer import LayerState
 from ..ops import reference
 from ..steps import StepShape
 from ..types import KVView, Selection
+from .checks import named
 
 # q [B, H, D], k and v [B, Hkv, L, D], scale -> [B, H, D]
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -94,17 +94,8 @@ def dense_arms() -> list[DenseArm]:
 
 
 def pick(names: str) -> list[DenseArm]:
-    """The arms that a comma-separated list names; "all" of them.
-
-    Raises:
-        InputError: an unknown name.
-    """
-    known = {arm.name: arm for arm in dense_arms()}
-    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"arm {name!r} is unknown: all, or some of {', '.join(known)}")
-    return [known[name] for name in wanted]
+    """The arms that `names` names, see `checks.named`."""
+    return named(names, dense_arms())
 
 
 class DenseArena(Arena):

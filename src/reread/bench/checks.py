@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
 from torch import Tensor
 
-from ..errors import NumericalError
+from ..errors import InputError, NumericalError
 
 TOLERANCE = 0.1  # relative error of logits: two dense kernels differ by 0.04 in a random bf16 model
+
+
+class Named(Protocol):
+    """An arm."""
+
+    @property
+    def name(self) -> str:
+        """As printed, and as asked for."""
+
+
+A = TypeVar("A", bound=Named)
+
+
+def named(names: str, arms: Sequence[A]) -> list[A]:
+    """The arms that a comma-separated list names; "all" of them.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    known = {arm.name: arm for arm in arms}
+    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise InputError(f"arm {name!r} is unknown: all, or some of {', '.join(known)}")
+    return [known[name] for name in wanted]
 
 
 def difference(got: Tensor, want: Tensor) -> float:

@@ -13,6 +13,7 @@ from ..device import Arena
 from ..errors import NumericalError
 from ..indexer.apply import best_keys, step_scores
 from ..integrations.hf.graph import StepGraphs, Weights, decoder_layers
+from ..integrations.hf.indexed import Reader
 from ..integrations.hf.indexers import new_indexer
 from ..kv import Buffers
 from ..ops import reference
@@ -119,9 +120,8 @@ def _arena(bench: Bench, kind: type[Arena]) -> Arena:
 def _with_index(bench: Bench) -> Bench:
     """The same caches with index keys beside them, the same model with index projections."""
     model: Any = bench.model
-    indexer = new_indexer(model, WIDTH, 1, "random").to(model.device, model.dtype)
-    parts: tuple[Any, ...] = indexer.query, indexer.key
-    rows = [torch.cat([p[str(i)].weight.detach() for p in parts]) for i in indexer.card.layers]
+    indexer = new_indexer(model, WIDTH, 1, "random")
+    rows = Reader(model, indexer, indexer.card.layers).rows
     for state in bench.states.values():
         own = state.kv.buffers()
         size = (bench.rows, 1, own.k.shape[2], WIDTH)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..errors import InputError, NumericalError
+from ..errors import NumericalError
+from .checks import named
 from .timing import Record, milliseconds
 
 Run = Callable[[], Tensor]
@@ -110,17 +111,8 @@ def dense_arms() -> list[PrefillArm]:
 
 
 def pick(names: str) -> list[PrefillArm]:
-    """The arms that a comma-separated list names; "all" of them.
-
-    Raises:
-        InputError: an unknown name.
-    """
-    known = {arm.name: arm for arm in dense_arms()}
-    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"arm {name!r} is unknown: all, or some of {', '.join(known)}")
-    return [known[name] for name in wanted]
+    """The arms that `names` names, see `checks.named`."""
+    return named(names, dense_arms())
 
 
 def causal_pairs(length: int) -> int:

@@ -20,14 +20,14 @@ class Results:
         """Raises InputError where the file holds another run, and names what differs."""
         self.path = path
         held = read_json(path)
-        self.value: dict[str, Any] = {"settings": dict(settings), "rows": [], "skipped": []}
+        self.value: dict[str, Any] = {"config": dict(settings), "rows": [], "skipped": []}
         if held is None:
             return
-        there = held.get("settings")
+        there = held.get("config")
         if not isinstance(there, dict) or not isinstance(held.get("rows"), list):
             raise InputError(f"{path} is no result of `reread eval gaps`: give another --out")
         self._check_same(there, settings)
-        self.value = {**held, "settings": {**there, **settings}}
+        self.value = {**held, "config": {**there, **settings}}
 
     def _check_same(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         differing = [
@@ -46,8 +46,8 @@ class Results:
         Raises:
             InputError: they are another run's.
         """
-        self._check_same(self.value["settings"], settings)
-        self.value["settings"] |= settings
+        self._check_same(self.value["config"], settings)
+        self.value["config"] |= settings
         self.value |= known
 
     def has(self, task: str, length: int, name: str, config: Config) -> bool:

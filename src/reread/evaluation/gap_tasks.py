@@ -76,7 +76,7 @@ class Outcome:
     def count(self, stats: Stats) -> None:
         """What one prefill did."""
         self.read.append(stats.prefill_keys_share)
-        self.paths.add(path_of(stats.backend, stats.prefill_keys_share))
+        self.paths.add(path_of(stats.prefill_backend, stats.prefill_keys_share))
 
 
 class Task(Protocol):

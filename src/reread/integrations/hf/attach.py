@@ -62,6 +62,8 @@ def attach(
     if config.mode == "oracle":
         if config.backend == "triton":
             raise ConfigError("backend='triton' has no mode 'oracle', which is a reference")
+        if config.runner == "graph":
+            raise ConfigError("runner='graph' has no mode 'oracle', which is a reference")
         config = dataclasses.replace(config, backend="reference")
     boundary, note = None, ""
     if config.mode != "dense" and config.triggers.boundary:

@@ -71,14 +71,6 @@ class Reader:
         parts: tuple[Any, ...] = self.indexer.query, self.indexer.key
         return [torch.cat([part[str(i)].weight for part in parts]) for i in self.layers]
 
-    def kernels_lack(self, config: Config) -> str | None:
-        """Why the Triton kernels do not cover the indexer; None if they do."""
-        from ...ops.triton import index_refusal
-
-        card, prefill = self.indexer.card, config.prefill
-        block = 1 if prefill is None or prefill.chooser != "indexer" else prefill.b_sel
-        return index_refusal(card.heads, card.width, block, next(self.indexer.parameters()).dtype)
-
     def listen(self) -> None:
         """Keep the inputs of the forward pass that comes."""
         self.stop()
@@ -100,14 +92,35 @@ class Reader:
         x = self._inputs.pop(module)
         if self._turns is None:
             return read(self.indexer, layer, x, kv, starts)
+        return self.turn(nn.functional.linear(x, self._rows[layer]), kv, starts)
+
+    def turn(self, raw: Tensor, kv: GrowingKV, starts: Sequence[int]) -> Tensor:
+        """`read` from what the projections gave, by the kernels; raw: [B, T, 2 d]."""
         from ...ops.triton import on_device, turn_and_append
 
-        raw = nn.functional.linear(x, self._rows[layer])
-        width = self.indexer.card.width
-        index = kv.index_room(x.shape[1], raw[:, None, :, :width])
-        begins = on_device(tuple(starts), x.device)
+        assert self._turns is not None, "the kernels' way"
+        index = kv.index_room(raw.shape[1], raw[:, None, :, : self.indexer.card.width])
+        begins = on_device(tuple(starts), raw.device)
         lengths = torch.full_like(begins, kv.length)
         return turn_and_append(raw, index, self._turns, begins, lengths)[:, None]
+
+
+def kernels_lack(config: Config, reader: Reader | None, heads: int, positions: int) -> str | None:
+    """Why the Triton kernels do not cover a sparse prefill, or an indexer; None if they do.
+
+    Args:
+        heads: query heads of a KV head; positions: columns of the conversation.
+    """
+    from ...ops.triton import index_refusal, prefill_refusal
+
+    reason, prefill = None, config.prefill
+    if prefill is not None:
+        chosen = min(prefill.k or 0, positions) if prefill.chooser == "indexer" else 0
+        reason = prefill_refusal(heads, prefill.b_sel, chosen)
+    if reason is None and reader is not None:
+        card, dtype = reader.indexer.card, next(reader.indexer.parameters()).dtype
+        reason = index_refusal(card.heads, card.width, 1, dtype)
+    return reason
 
 
 def _digest(indexer: Indexer) -> str:

@@ -18,8 +18,6 @@ from torch import Tensor, library, nn
 from transformers.cache_utils import Cache
 
 from ...errors import RereadError
-from ...indexer.model import Indexer
-from ...kv import GrowingKV
 from ...layer import LayerState
 from ...prefill import PrefillMeter, covers
 from ...prefilling import SparsePrefill
@@ -29,6 +27,7 @@ from .call import Call
 from .capturable import unknown_argument
 from .compiled import PassingCache, Weights, attention_of, layers_compiled, op_arguments
 from .fuse import stacked
+from .indexed import Reader
 from .runner import Runner
 
 ATTENTION = "reread_prompt"
@@ -165,20 +164,13 @@ class PromptLayers:
         model: Any,
         runner: Runner,
         config: SparsePrefill,
-        indexer: Indexer | None,
+        reader: Reader | None,
         read: Read,
     ) -> None:
-        """config: with `dense_below` known; indexer: where one reads along."""
+        """config: with `dense_below` known; reader: of an indexer that reads along."""
         self._model, self._runner, self._config, self._read = model, runner, config, read
         self._forward: Callable[..., Any] = model.forward
-        self._width, self._turns = 0, torch.empty(0)
-        self._fails = False
-        if indexer is not None:
-            from ...ops.triton import frequencies
-
-            self._width = indexer.card.width
-            device = next(indexer.parameters()).device
-            self._turns = frequencies(self._width, indexer.card.theta, device)
+        self._reader, self._fails = reader, False
 
     def run(self, call: Call, given: Mapping[str, Any], meter: PrefillMeter) -> Any | None:
         """The forward of a prompt; None where the model's own has to run, with everything as it was
@@ -234,23 +226,15 @@ class PromptLayers:
         ) -> Tensor:
             cache.update(k, v, layer)
             state = call.conversation.states[layer]
-            if (raw is None) != (self._width == 0):
+            if (raw is None) != (self._reader is None):
                 raise RuntimeError(f"the index projections of layer {layer} are not beside others")
-            iq = None if raw is None else self._index(raw, state.kv, call.starts)
+            iq = None
+            if raw is not None and self._reader is not None:
+                iq = self._reader.turn(raw, state.kv, call.starts)
             out = self._read(call, state, q, scale, iq)
             return dense(q, state.kv.keys, state.kv.values, scale) if out is None else out
 
         return attend
-
-    def _index(self, raw: Tensor, kv: GrowingKV, starts: tuple[int, ...]) -> Tensor:
-        """Cache index keys of the newest T positions; raw: [B, T, 2 d]. Returns the index queries
-        [B, 1, T, d]."""
-        from ...ops.triton import on_device, turn_and_append
-
-        index = kv.index_room(raw.shape[1], raw[:, None, :, : self._width])
-        begins = on_device(starts, raw.device)
-        lengths = torch.full_like(begins, kv.length)
-        return turn_and_append(raw, index, self._turns, begins, lengths)[:, None]
 
 
 def _undo(call: Call, meter: PrefillMeter) -> Callable[[], None]:

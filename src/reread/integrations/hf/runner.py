@@ -23,7 +23,7 @@ from .capturable import obstacle, unknown_argument
 from .conversation import Conversation
 from .facts import kv_shape
 from .graph import StepGraphs, Weights, decoder_layers
-from .indexed import Reader
+from .indexed import Reader, kernels_lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,9 @@ class Runner:
         )
         if self._model.device.type == "cpu" and self._model.dtype == torch.bfloat16:
             reason = "bfloat16 where they are interpreted"
-        if reason is None and self._reader is not None:
-            reason = self._reader.kernels_lack(self._config)
+        if reason is None:
+            group = self.heads // self._kv_heads
+            reason = kernels_lack(self._config, self._reader, group, positions)
         if reason is not None:
             raise UnsupportedError(ops.refusal(reason))
 

@@ -76,8 +76,8 @@ class Session:
             self._runner = Runner(model, config, self._layers, self._reader)
         self._prompts: PromptLayers | None = None
         if self._runner is not None and self._prefill is not None:
-            indexer = None if self._reader is None else self._reader.indexer
-            self._prompts = PromptLayers(model, self._runner, self._prefill, indexer, self._read)
+            of = self._runner, self._prefill, self._reader
+            self._prompts = PromptLayers(model, *of, self._read)
 
     def __enter__(self) -> Session:
         interface.require_free(self.model)

@@ -15,10 +15,8 @@ from ...errors import UnsupportedError
 from ...types import BlockSelection
 from . import prefill_kernels
 from .decode import LOG2_E
-from .index import on_device
+from .index import MAX_BLOCK, MAX_CHOSEN, on_device
 from .workspace import HEAD_DIMS, MAX_GROUP
-
-MAX_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +38,15 @@ def tuning_for(dim: int, dtype: torch.dtype) -> PrefillTuning:
     return PrefillTuning()
 
 
-def prefill_refusal(heads: int, kv_heads: int, dim: int, v_dim: int, block: int) -> str | None:
-    """Why the kernel does not cover a layer, or so many queries to a block; None if it does."""
-    if dim not in HEAD_DIMS or v_dim != dim:
-        wanted = ", ".join(map(str, HEAD_DIMS))
-        return f"head dims {dim} of keys and {v_dim} of values: the same, one of {wanted}"
-    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
-        return f"{heads} query heads on {kv_heads} KV heads: at most {MAX_GROUP} a KV head"
+def prefill_refusal(group: int, block: int, k: int) -> str | None:
+    """Why the kernels do not cover so many query heads a KV head, queries a block, or positions
+    that an indexer chooses for it; None if they do."""
+    if group > MAX_GROUP:
+        return f"{group} query heads a KV head: at most {MAX_GROUP}"
     if block > MAX_BLOCK:
         return f"{block} queries that share a choice: at most {MAX_BLOCK}"
+    if k > MAX_CHOSEN:
+        return f"k={k} of a sparse prefill: at most {MAX_CHOSEN}"
     return None
 
 
@@ -73,7 +71,10 @@ def prefill_sparse(
     """
     heads, count, dim = q.shape
     block = max(b - a for a, b in pairwise(edges))
-    reason = prefill_refusal(heads, k.shape[0], dim, v.shape[2], block)
+    reason = prefill_refusal(heads // k.shape[0], block, 0)
+    if dim not in HEAD_DIMS or v.shape[2] != dim:
+        wanted = ", ".join(map(str, HEAD_DIMS))
+        reason = f"head dims {dim} of keys and {v.shape[2]} of values: the same, one of {wanted}"
     if reason is not None:
         raise UnsupportedError(f"the Triton kernels do not cover {reason}")
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
