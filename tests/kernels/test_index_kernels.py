@@ -209,7 +209,7 @@ def test_sparse_prefill_of_views(dim: int, group: int, rows: int) -> None:
     [
         (4, 2, 32, 32, "head dims 32 of keys"),
         (4, 2, 64, 128, "head dims 64 of keys and 128 of values"),
-        (34, 2, 64, 64, "34 query heads on 2 KV heads"),
+        (34, 2, 64, 64, "17 query heads a KV head: at most 16"),
     ],
 )
 def test_layers_that_the_kernel_does_not_cover(
