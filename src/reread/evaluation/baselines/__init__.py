@@ -1,0 +1,1 @@
+"""Methods of others, run in an environment of their own."""

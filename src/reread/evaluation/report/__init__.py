@@ -1,0 +1,1 @@
+"""`reread report`: one HTML file from a folder of results."""

@@ -1,0 +1,1 @@
+"""`reread eval`: methods over tasks, sample by sample, into one folder."""
