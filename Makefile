@@ -2,6 +2,7 @@
 # make test       every CPU test, then the integration tests with the oldest transformers supported
 # make check      make lint, then make test
 # make test-env   only the environment
+# make baselines  kvpress's methods, which `reread eval` compares with, in .venv-baselines
 
 # the first Python on this machine that reread supports; `make PYTHON=... demo` chooses another
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -18,12 +19,13 @@ TRITON := triton==3.9.0
 
 VENV := .venv
 OLDEST := .venv-oldest
+BASELINES := .venv-baselines
 BIN := $(VENV)/bin
 INSTALL := install --quiet --disable-pip-version-check $(PIP_ARGS)
 PIP := $(BIN)/python -m pip $(INSTALL)
 PYTEST := -m pytest -n $(JOBS) -m "not gpu and not vllm" $(PYTEST_ARGS)
 
-.PHONY: demo test test-oldest test-env lint check clean
+.PHONY: demo test test-oldest test-env baselines lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/reread demo
@@ -58,6 +60,17 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 		--no-deps --ignore-installed -r constraints-oldest.txt
 	touch $@
 
+baselines: $(BASELINES)/.installed
+
+# kvpress needs an older transformers than reread: nothing is shared with the other environments.
+$(BASELINES)/.installed: constraints-baselines.txt
+	@test -n "$(PYTHON)" || { echo "kvpress needs Python 3.11, 3.12 or 3.13"; exit 1; }
+	rm -rf $(BASELINES)
+	$(PYTHON) -m venv $(BASELINES)
+	$(BASELINES)/bin/python -m pip $(INSTALL) -r constraints-baselines.txt
+	$(BASELINES)/bin/python -c 'import kvpress'
+	touch $@
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -67,6 +80,6 @@ lint: $(VENV)/.installed
 check: lint test
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache \
-		.import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(BASELINES) build dist src/*.egg-info .pytest_cache .mypy_cache \
+		.ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ from .layer import LayerState
 from .ops.reference import attend
 from .oracle import step_mass
 from .policy.selector import select
-from .types import KVView, Selection, StepKind
+from .types import KVView, Reading, Selection, StepKind, Watched
 
 HOST = "reference"  # row by row is the reference's way, on any device; the kernels' is `device`
 DEFAULT_ROOM = 64  # steps that a compact copy has room for where no interval bounds them
@@ -92,12 +92,12 @@ def decode_step(
     for b, kind in enumerate(plan.kinds):
         row = view.row(b)
         cached = plan.length - plan.starts[b] if plan.valid is None else int(plan.valid[b].sum())
-        read = cached
+        read, reading = cached, None
         if kind is StepKind.FAST and config.mode in AFRESH:
             own = None if iq is None else iq[b]
-            out[b], read = _afresh(state, b, q[b : b + 1], row, config, scale, own)
+            out[b], read, reading = _afresh(state, b, q[b : b + 1], row, config, scale, own)
         elif kind is StepKind.FAST:
-            out[b], read = _fast(state, b, q[b], row, config, scale)
+            out[b], read, reading = _fast(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
             out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale, backend=HOST))
             state.chosen[b] = None
@@ -105,6 +105,8 @@ def decode_step(
             out[b] = _slow(state, b, q[b : b + 1], row, config, scale)
         if plan.counted[b]:
             meter.add(b, kind, read, cached)
+        if state.watch is not None:
+            state.watch(Watched(b, kind, q[b], row, scale, reading))
     state.tail = None
     return out
 
@@ -116,13 +118,14 @@ def _first(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]
 
 def _fast(
     state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int, Reading]:
     compact = state.chosen[b]
     if not isinstance(compact, CompactKV):
         # the first step after a prefill, chosen by the prefill's own last queries
         compact = state.chosen[b] = _select_from_tail(state, b, row, config, scale)
     compact.append(row.k[0, :, -1], row.v[0, :, -1])
-    return attend(q, compact.keys, compact.values, scale), compact.count
+    out = attend(q, compact.keys, compact.values, scale)
+    return out, compact.count, compact.reading
 
 
 def _afresh(
@@ -133,7 +136,7 @@ def _afresh(
     config: Config,
     scale: float,
     iq: Tensor | None,
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int, Reading]:
     """A step that chooses its own keys, shared by all KV heads: q [1, H, D], iq [n, 1, d]."""
     low, high = allowed_span(row, config)
     start, valid = row.starts[0], None if row.valid is None else row.valid[0]
@@ -150,7 +153,8 @@ def _afresh(
     out = ops.decode_sparse(
         q, row, selection, [window], sink=low - start, scale=scale, backend=HOST
     )
-    return out[0], reads(row, window, low - start) + found.numel()
+    reading = Reading(shared[0], min(low, window), window)
+    return out[0], reads(row, window, low - start) + found.numel(), reading
 
 
 def reads(row: KVView, window: int, sink: int) -> int:

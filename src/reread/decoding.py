@@ -18,6 +18,8 @@ class TriggerConfig:
             tokenizer's vocabulary).
         t_max: at the latest every `t_max` steps; 1 makes every step slow, None switches the
             interval off.
+        t_min: boundary and uncertainty make a step slow only `t_min` steps after the last slow
+            one; 1 makes every one of them count. Ends of lines and sentences often come in pairs.
         uncertainty: entropy of the previous step's output distribution above this many nats; None
             switches it off.
         first_step: the first decode step after a prefill is slow; otherwise it uses what the
@@ -27,6 +29,7 @@ class TriggerConfig:
 
     boundary: bool = True
     t_max: int | None = 16
+    t_min: int = 1
     uncertainty: float | None = None
     first_step: bool = True
 
@@ -35,6 +38,7 @@ class TriggerConfig:
         require_bool("triggers.first_step", self.first_step)
         if self.t_max is not None:
             require_int("triggers.t_max", self.t_max, 1)
+        require_int("triggers.t_min", self.t_min, 1)
         if self.uncertainty is not None:
             require_real("triggers.uncertainty", self.uncertainty, 0.0)
 

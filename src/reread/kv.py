@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import InputError
 from .ops import MAX_LENGTH
-from .types import KVView
+from .types import KVView, Reading
 
 GROWTH_SHARE = (
     16  # a full buffer grows by 1/16 of its length: at most 6.25 % of the KV bytes lie idle...
@@ -258,6 +258,7 @@ class CompactKV:
         self.v, _ = self._gather(kv.v[0], index, window, room)
         self.room = room
         self.selected = selected
+        self.reading = Reading(selected, min(start + sink, window_start), window_start)
 
     @staticmethod
     @torch.inference_mode(False)

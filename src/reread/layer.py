@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from .errors import UnsupportedError
 from .kv import Buffers, CompactKV, GrowingKV
 from .ops import refusal
+from .types import Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class LayerState:
         tail_positions: int64 [B, <= W], where those queries stand in the cache, -1 for padding.
         tail_end: cached columns when the tail was taken.
         scale: factor on the logits, as the prefill used it.
+        watch: told of every row of every decode step that runs row by row; None: nobody watches.
     """
 
     kv: GrowingKV = field(default_factory=GrowingKV)
@@ -47,6 +49,7 @@ class LayerState:
     tail_positions: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
     tail_end: int = 0
     scale: float = 1.0
+    watch: Callable[[Watched], None] | None = None
 
     def invalidate(self) -> None:
         """Forget selections and tail: the cache changed in a way that they do not know."""

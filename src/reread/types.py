@@ -58,6 +58,20 @@ class BlockSelection:
         assert self.indices.shape[0] == len(self.sizes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What fast steps of one row read: the sink up to `sink_end`, `selected`, and everything from
+    `window_start` on.
+
+    Attributes:
+        selected: whole numbers [Hkv, K], positions in neither of the other two.
+    """
+
+    selected: Tensor
+    sink_end: int
+    window_start: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVView:
     """Keys and values as they lie in a contiguous cache, with each row's valid span.
@@ -91,3 +105,21 @@ class KVView:
             self.lengths[b : b + 1],
             None if self.valid is None else self.valid[b : b + 1],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One row of one layer in one decode step, as whoever watches sees it; nothing is a copy.
+
+    Attributes:
+        q: [H, D], after RoPE and QK-norm.
+        kv: the row's keys and values, the new token's included.
+        reading: of a fast step; None where everything was read.
+    """
+
+    row: int
+    kind: StepKind
+    q: Tensor
+    kv: KVView
+    scale: float
+    reading: Reading | None

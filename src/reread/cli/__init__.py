@@ -1,5 +1,4 @@
-"""The `reread` command: generate, compare, demo, info, plan, bench,
-distill, eval.
+"""The `reread` command: generate, compare, demo, info, plan, bench, distill, eval, report.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
 torch and transformers are imported only once a command runs.
@@ -13,9 +12,11 @@ from . import commands
 from .bench import DecodeOptions, KernelOptions, decode_command, kernel_command
 from .bench_prefill import PrefillOptions, prefill_command
 from .distill import DistillOptions, distill_command
+from .eval_run import RunByDefault, RunOptions, run_command
 from .evaluate import GapsOptions, MassOptions, gaps_command, mass_command
 from .options import Options, command
 from .plan import PlanOptions, plan_command
+from .report_page import ReportOptions, report_command
 
 app = typer.Typer(
     name="reread",
@@ -35,10 +36,17 @@ bench.command("decode")(command(decode_command, DecodeOptions))
 bench.command("kernel")(command(kernel_command, KernelOptions))
 bench.command("prefill")(command(prefill_command, PrefillOptions))
 app.add_typer(bench, name="bench")
-evaluate = typer.Typer(help="Measure what sparse prefill costs.", no_args_is_help=True)
+evaluate = typer.Typer(
+    cls=RunByDefault,
+    help="Compare methods on tasks (reread eval --model ...), or measure what sparse prefill "
+    "costs.",
+    no_args_is_help=True,
+)
+evaluate.command("run")(command(run_command, RunOptions))
 evaluate.command("gaps")(command(gaps_command, GapsOptions))
 evaluate.command("mass")(command(mass_command, MassOptions))
 app.add_typer(evaluate, name="eval")
+app.command("report")(command(report_command, ReportOptions))
 
 
 def main() -> None:

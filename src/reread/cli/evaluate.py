@@ -123,7 +123,7 @@ def gaps_command(options: GapsOptions) -> None:
         from ..evaluation.gaps import measure_gaps
     request = options.request()
     try:
-        with _progress(console, "texts") as report:
+        with progress(console, "texts") as report:
             result = measure_gaps(request, report)
     except KeyboardInterrupt:
         console.print(f"interrupted: {options.out} keeps its rows; the same command continues")
@@ -214,7 +214,7 @@ def _gap_cells(gap: Any) -> tuple[str, str, str]:
 
 
 @contextmanager
-def _progress(console: Console, unit: str) -> "Iterator[Report]":
+def progress(console: Console, unit: str) -> "Iterator[Report]":
     """A bar with the time left on a terminal, else a line every ten seconds and at the end."""
     if not console.is_terminal:
         last = time.monotonic()
@@ -250,7 +250,7 @@ def mass_command(options: MassOptions) -> None:
         length=options.length, ks=tuple(ks), queries=options.queries, seed=options.seed,
         plot=options.plot, dtype=options.dtype, device=options.device,
     )  # fmt: skip
-    with _progress(console, "layers") as report:
+    with progress(console, "layers") as report:
         profile, result = measure_mass(request, report)
     if options.as_json:
         print_json(result)

@@ -43,7 +43,7 @@ class Method:
     Attributes:
         name: as the user wrote it.
         config: ours; None for a baseline.
-        share: of the text's tokens, keys that a fast step reads (ours) or that are kept (baselines);
+        share: of the text's tokens, keys that a fast step reads (ours) or that stay (baselines);
             None: as the config says.
         press: class of kvpress, for a baseline.
     """

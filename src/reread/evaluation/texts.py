@@ -1,19 +1,26 @@
-"""Real text that every Python installation carries: prose, source code and tables."""
+"""Text that every Python installation carries or can make: prose, source code and tables; and text
+without sentence marks."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
+import json
+import random
 import sys
 import unicodedata
 from collections.abc import Callable
 from html.entities import html5
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
+from ..policy.trigger import LINE_ENDS, SENTENCE_ENDS
 
 SOURCES = ("argparse", "inspect", "typing", "dataclasses", "tarfile")
+DNA_LETTERS = 200_000
 
 
 def prose() -> str:
@@ -63,7 +70,59 @@ def training() -> str:
     return "\n\n".join(found)
 
 
+def minified() -> str:
+    """Code without sentence marks: the syntax trees of what `source` holds as one line of JSON,
+    docstrings left out, and every sentence mark in what remains."""
+    trees = [_plain(ast.parse(_module_source(name))) for name in SOURCES]
+    line = json.dumps(trees, separators=(",", ":"), ensure_ascii=False)
+    return line.translate(dict.fromkeys(map(ord, SENTENCE_ENDS + LINE_ENDS)))
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as nested lists: name of the node, then its fields."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node if not _is_docstring(item)]
+    if not isinstance(node, ast.AST):
+        return node if isinstance(node, bool | int | float | str | None) else repr(node)
+    fields = [_plain(value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind")]
+    return [type(node).__name__, *(value for value in fields if value not in (None, []))]
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def dna() -> str:
+    """Made up: one line of A, C, G and T, a third of it copies of earlier stretches in which one
+    letter of twenty is changed."""
+    rng, line = random.Random(0), ""
+    while len(line) < DNA_LETTERS:
+        length = rng.randrange(50, 400)
+        if len(line) > length and rng.random() < 1 / 3:
+            start = rng.randrange(len(line) - length)
+            copied = line[start : start + length]
+            line += "".join(rng.choice("ACGT") if rng.random() < 1 / 20 else c for c in copied)
+        else:
+            line += "".join(rng.choices("ACGT", k=length))
+    return line[:DNA_LETTERS]
+
+
+def csv() -> str:
+    """A real table, the Unicode characters below U+3100 with their properties, as comma-separated
+    lines. No sentence marks, but a line's end is a boundary too."""
+    rows = []
+    for code in range(0xA1, 0x3100):
+        char = chr(code)
+        if name := unicodedata.name(char, ""):
+            kind, side = unicodedata.category(char), unicodedata.bidirectional(char)
+            width = unicodedata.east_asian_width(char)
+            rows.append(f"{code:04X},{name},{kind},{unicodedata.combining(char)},{side},{width}")
+    return "\n".join(rows)
+
+
 KINDS: dict[str, Callable[[], str]] = {"prose": prose, "source": source, "tables": tables}
+# in none of them a full stop, question mark or the like; `csv` has lines
+UNMARKED: dict[str, Callable[[], str]] = {"minified": minified, "dna": dna, "csv": csv}
 
 
 def digest(text: str) -> str:

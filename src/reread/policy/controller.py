@@ -74,6 +74,8 @@ class Controller:
             return "first"
         if triggers.t_max is not None and row.since_slow + 1 >= triggers.t_max:
             return "interval"
+        if row.since_slow + 1 < triggers.t_min:
+            return ""
         if (
             triggers.boundary
             and self.boundary is not None

@@ -104,9 +104,10 @@ class Sample:
 class Task(Protocol):
     """A task at one length. The same name, length, limit and seed make the same samples."""
 
-    name: str
-    length: int
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def length(self) -> int: ...
     @property
     def numbers(self) -> int:
         """How many cases there are; `measure` takes 0 to numbers - 1."""
@@ -123,11 +124,14 @@ class Task(Protocol):
 
 
 class AnswerTask(Protocol):
-    """Questions with answers. `suite.answers.Answering` makes a `Task` of it."""
+    """Questions with answers. `answering.Answering` makes a `Task` of it."""
 
-    name: str
-    length: int
-    cases: Sequence[Case]
+    @property
+    def name(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def cases(self) -> Sequence[Case]: ...
 
     def score(self, query: Query, answer: Answer) -> float:
         """0 (wrong) to 1 (right)."""

@@ -50,4 +50,7 @@ def obstacle(model: Any, layers: tuple[int, ...]) -> str:
             return f"{name} has forward hooks, which would run only once"
         if name and "forward" in vars(module):
             return f"{name} has a forward of its own, which would be passed over"
+        if hasattr(module, "rope_deltas"):
+            # of images and videos; a step's one position per row does not say them
+            return f"{name or 'the model'} counts positions itself (rope_deltas)"
     return ""

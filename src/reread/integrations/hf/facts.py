@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from ...errors import RereadError
 from .cache import sparse_layers
@@ -36,7 +36,7 @@ def model_facts(
     text = config.get_text_config(decoder=True)
     # on the meta device: shapes without memory
     with quiet_loading(), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        skeleton = _kind(config).from_config(config, trust_remote_code=trust_remote_code)
     sparse = sparse_layers(text)
     heads, width = kv_shape(text)
     kinds = Counter(type(layer).__name__ for layer in DynamicCache(config=text).layers)
@@ -57,6 +57,13 @@ def model_facts(
         "head_dim": width,
         "kv_bytes_per_token": 2 * heads * width * chosen.itemsize * len(sparse),
     }
+
+
+def _kind(config: Any) -> Any:
+    """The class that makes its model: of a language model, or of one that sees images as well."""
+    text, vision = AutoModelForCausalLM, AutoModelForImageTextToText
+    known = type(config) in text._model_mapping or type(config) not in vision._model_mapping
+    return text if known else vision
 
 
 def kv_shape(text: Any) -> tuple[int, int]:

@@ -3,12 +3,16 @@ wrong answer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError, UnsupportedError
+from ...layer import LayerState
+
+MASK_ROWS = 1024  # of a mask that are looked at together
 
 
 def check_model(model: Any) -> None:
@@ -34,6 +38,11 @@ def check_model(model: Any) -> None:
         raise UnsupportedError(
             f"{name} caps its attention logits (attn_logit_softcapping): not supported"
         )
+    if layers := getattr(config, "cross_attention_layers", None):
+        raise UnsupportedError(
+            f"{name} has cross attention in layers {sorted(layers)}, whose keys are not positions "
+            "of the text: not supported"
+        )
     for path, module in model.named_modules():
         if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
             raise UnsupportedError(
@@ -53,6 +62,54 @@ def check_attention_call(name: str, kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:
         raise UnsupportedError(f"{name} has an attention mask for each head: not supported")
+
+
+def check_causal(name: str, mask: Any) -> None:
+    """Refuse a sparse prefill of tokens that see what comes after them, as those of an image do in
+    some models: its blocks are causal.
+
+    Args:
+        mask: of the call, [B, 1, T, L] over cached and new positions; of another form: causal.
+
+    Raises:
+        UnsupportedError: some query may read a later position.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] == 1:
+        return
+    new, length = mask.shape[2:]
+    at = torch.arange(length, device=mask.device)
+    for first in range(0, new, MASK_ROWS):
+        piece = mask[:, :, first : first + MASK_ROWS]
+        own = at[length - new + first :][: piece.shape[2], None]
+        # as numbers that are added to logits, or as what may be read
+        read = piece if piece.dtype == torch.bool else piece > torch.finfo(piece.dtype).min / 2
+        if bool((read & (at > own)).any()):
+            raise UnsupportedError(
+                f"{name} lets tokens of the prompt see later ones (an image's, for example), which "
+                "a sparse prefill does not cover: leave prefill unset"
+            )
+
+
+def check_layers(name: str, states: Mapping[int, LayerState], intercepted: set[int]) -> None:
+    """Refuse, after a forward pass, a model whose sparse layers did not all do what they should.
+
+    Args:
+        intercepted: layers whose attention came through the interface.
+
+    Raises:
+        UnsupportedError: names the layers.
+    """
+    if missed := states.keys() - intercepted:
+        raise UnsupportedError(
+            f"{name}: the attention of layers {sorted(missed)} does not go through transformers' "
+            "attention interface, so reread cannot serve this model"
+        )
+    lengths = {state.kv.length for state in states.values()}
+    if len(lengths) > 1:
+        raise UnsupportedError(
+            f"{name}: its layers cache {sorted(lengths)} positions, not all the same (cross "
+            "attention?): not supported"
+        )
 
 
 def check_cached(name: str, what: str, given: Tensor, cached: Tensor) -> None:

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache
 from ... import ops
 from ...attention import decode_step
 from ...config import Config
-from ...errors import UnsupportedError
 from ...indexer.model import Indexer
 from ...layer import LayerState
 from ...policy.trigger import entropy
@@ -239,6 +238,8 @@ class Session:
             return None
         name = type(module).__name__
         guard.check_attention_call(name, kwargs)
+        if self._prefill is not None and not call.intercepted:
+            guard.check_causal(name, kwargs["attention_mask"])
         guard.check_cached(name, "keys", key, state.kv.keys)
         guard.check_cached(name, "values", value, state.kv.values)
         call.intercepted.add(layer)
@@ -280,12 +281,7 @@ class Session:
             self._reader.stop()
         if call is None:
             return
-        missed = call.conversation.states.keys() - call.intercepted
-        if missed:
-            raise UnsupportedError(
-                f"{type(module).__name__}: the attention of layers {sorted(missed)} does not go "
-                "through transformers' attention interface, so reread cannot serve this model"
-            )
+        guard.check_layers(type(module).__name__, call.conversation.states, call.intercepted)
         if getattr(output, "logits", None) is not None:
             logits = output.logits[:, -1]
             guard.check_logits(logits)
