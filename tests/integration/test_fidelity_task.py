@@ -119,12 +119,12 @@ def test_steps_that_choose_for_themselves_are_watched() -> None:
 
 def test_a_method_with_kernels_is_watched_in_a_pass_of_its_own() -> None:
     """On a GPU; the interpreter runs the same code here."""
-    pytest.importorskip("triton")
-    config = tiny.sparse().updated({"backend": "triton", "runner": "eager"})
-    short = task(steps=6)
-    model = tiny.build(tiny.MATRIX["llama"], head_dim=64)
-    of = [Method("plain", tiny.sparse()), Method("kernels", config)]
-    plain, kernels = short.measure(0, of, Loaded(model, tokenizer(), "llama"))
+    from . import device
+
+    plain_config = tiny.sparse(t_max=3)
+    of = [Method("plain", plain_config), Method("kernels", device.triton("eager", plain_config))]
+    short = task(steps=4)
+    plain, kernels = short.measure(0, of, Loaded(device.small(), tokenizer(), "small"))
     assert kernels.figures.keys() == plain.figures.keys()
     for name in ("mass_fast", "useless_share", "slow_rate", "keys_read_share"):
         assert kernels.figures[name] == pytest.approx(plain.figures[name], abs=1e-3)

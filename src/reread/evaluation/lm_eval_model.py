@@ -13,7 +13,9 @@ such as k, recent, mode or triggers.t_max. Any other is refused by its name.
 
 Requests run one by one: batch_size is 1. Log-likelihoods are those of decode steps: the context is
 read as a prompt, and each token of the continuation is then fed under the config, so that what
-sparse decoding leaves out counts. A context that several continuations share is read once.
+sparse decoding leaves out counts. A context that several continuations share is read once. The first
+step is slow where `triggers.first_step` says so, as in the default preset: continuations of a single
+token, such as " A", are then scored as by dense decoding.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class RereadLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         pretrained: as for `load`.
         preset, indexer: the config, changed by `changes`.
         max_length: positions of prompt and answer; None: the model's.
-        prefill_chunk: tokens of a prompt in one pass.
+        prefill_chunk: tokens of a prompt in one pass; in a sparse prefill a multiple of its b_sel.
         batch_size, max_batch_size: given by lm-eval; 1 or "auto".
         changes: keys of `Config.updated`.
 

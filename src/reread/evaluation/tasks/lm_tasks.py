@@ -8,6 +8,10 @@
                                                   generated, "exact_match" of the last filter
     mmlu, mmlu_GROUP, mmlu_SUBJECT                four choices after five examples; "acc"
 
+A choice of one token takes one decode step, which a preset with `triggers.first_step` makes slow:
+there its score is that of dense decoding, and only a sparse prefill or a mode that chooses keys for
+every step can change it.
+
 The names are lm-eval's; gpqa_diamond is its gpqa_diamond_zeroshot. n_shot is five examples.
 
 A prompt that with its answer exceeds the length loses its middle in LongBench and LongBench v2, as

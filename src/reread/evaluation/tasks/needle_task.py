@@ -43,7 +43,8 @@ def make(tokenizer: Any, *, tokens: int, count: int, seed: int) -> NeedleTask:
     # the texts that indexers learn from have seeds from 0 on
     body = tokens - ROOM
     if body < needle.SHORTEST:
-        raise InputError(f"tokens={tokens} is too short for task {NAME!r}: {needle.SHORTEST + ROOM}")
+        least = needle.SHORTEST + ROOM
+        raise InputError(f"tokens={tokens} is too short for task {NAME!r}: at least {least}")
     records = round(needle.RECORD_SHARE * (body // needle.SENTENCE - 1))
     questions = min(QUESTIONS, records // len(needle.KINDS))
     texts = needle.make_texts(

@@ -51,20 +51,27 @@ def _words(files: list[Path]) -> list[str]:
 def _require_sentences(task: str, data: Path | None) -> None:
     """NLTK's English model, from its own places or from the data folder."""
     nltk = lm_eval_module("nltk")
-    available = lm_eval_module("nltk.tokenize").punkt_model_available
-    if available():
+    if _splits_sentences(nltk):
         return
     if data is not None and (data / "nltk_data").is_dir():
         folder = str((data / "nltk_data").resolve())
         nltk.data.path.append(folder)
         try:
-            if available():  # NLTK keeps the model from here on
+            if _splits_sentences(nltk):  # NLTK keeps the model from here on
                 return
         finally:
             nltk.data.path.remove(folder)
-    if is_offline() or not (nltk.download("punkt_tab", quiet=True) and available()):
+    if is_offline() or not (nltk.download("punkt_tab", quiet=True) and _splits_sentences(nltk)):
         wanted = f"nltk_data/{PUNKT}, NLTK's model punkt_tab"
         raise InputError(_message(task, data, wanted, "NLTK has none of its own either"))
+
+
+def _splits_sentences(nltk: Any) -> bool:
+    try:
+        nltk.sent_tokenize("One. Two.")
+    except LookupError:
+        return False
+    return True
 
 
 def squad(module: Any, task: str, data: Path | None) -> Questions:

@@ -23,7 +23,8 @@ def probabilities(q: Tensor, kv: KVView, scale: float) -> Tensor:
         fp32 [Hkv, G, L]; 0 where the row has no key.
     """
     k = kv.k[0]
-    logits = torch.matmul(q.view(k.shape[0], -1, q.shape[-1]).float(), k.float().transpose(1, 2))
+    packed = q.reshape(k.shape[0], -1, q.shape[-1]).float()
+    logits = torch.matmul(packed, k.float().transpose(1, 2))
     return torch.softmax(logits.mul_(scale).masked_fill_(~existing(kv), NEG_INF), dim=-1)
 
 
