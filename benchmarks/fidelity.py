@@ -24,7 +24,15 @@ from reread.evaluation.provenance import provenance
 from reread.integrations.hf.load import load
 
 BUDGETS = (256, 512, 1024, 2048)
-# around the default: what each part does, at K = 512
+# when a boundary counts, at K = 512
+RESTS: dict[str, dict[str, Any]] = {
+    "t_min 1": {"t_min": 1},
+    "t_min 2": {"t_min": 2},
+    "t_min 4": {"t_min": 4},
+    "t_min 6": {"t_min": 6},
+    "t_max 12": {"t_max": 12},
+}
+# around the default with t_min 1, where every boundary counts: what each part does, at K = 512
 AROUND: dict[str, dict[str, Any]] = {
     "interval 16": {"boundary": False, "t_max": 16},
     "interval 10": {"boundary": False, "t_max": 10},
@@ -52,7 +60,10 @@ AROUND: dict[str, dict[str, Any]] = {
 }
 # the paper's triggers and ours around the other's selector
 CROSSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "default selector, paper triggers": ("default", {"boundary": True, "t_max": 64, "k": 2048}),
+    "default selector, paper triggers": (
+        "default",
+        {"boundary": True, "t_max": 64, "t_min": 1, "k": 2048},
+    ),
     "paper selector, default triggers": ("paper", {"k": 512}),
 }
 
@@ -62,6 +73,8 @@ def variants() -> dict[str, Config]:
     default, paper = Config.preset("default"), Config.preset("paper")
     rows = {f"default, K={k}": default.updated({"k": k}) for k in BUDGETS}
     rows |= {f"paper, K={k}": paper.updated({"k": k}) for k in BUDGETS}
+    rows |= {name: default.updated(changes) for name, changes in RESTS.items()}
+    default = default.updated({"t_min": 1})
     rows |= {name: default.updated(changes) for name, changes in AROUND.items()}
     triggers = default.to_dict()["triggers"]
     for name, (preset, changes) in CROSSED.items():
@@ -157,7 +170,11 @@ def measure(
         found = fidelity.measure(
             loaded.model, cache, following, reference, config, loaded.tokenizer
         )
-        row = {**summary(name, found, list(sources)), "settings": config.to_dict()}
+        row = {
+            **summary(name, found, list(sources)),
+            "settings": config.to_dict(),
+            "commit": result["commit"],
+        }
         result["rows"].append(row)
         save(args.name, result)
         console.log(

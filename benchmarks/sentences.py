@@ -32,10 +32,12 @@ KEYS = 1 << 30  # of the row: above every budget, so that no step is dense
 MEASURED = ("prose", "source")  # the mean is over these, each with the same weight
 # variant: (changes to the default preset, whether a line's end alone is a boundary)
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
-    "boundary": ({"t_max": None}, True),
+    "boundary": ({"t_max": None, "t_min": 1}, True),
     "default": ({}, True),
-    "boundary, interval 64": ({"t_max": 64}, True),
-    "sentence ends": ({"t_max": None}, False),
+    "default, t_min 1": ({"t_min": 1}, True),
+    "boundary, interval 64": ({"t_max": 64, "t_min": 1}, True),
+    "boundary, interval 64, t_min 3": ({"t_max": 64}, True),
+    "sentence ends": ({"t_max": None, "t_min": 1}, False),
     "sentence ends, interval 16": ({"t_max": 16}, False),
 }
 

@@ -244,7 +244,7 @@ def _resolve(tree: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def _paper() -> Config:
     return Config(
         k=2048,
-        triggers=TriggerConfig(boundary=True, t_max=64),
+        triggers=TriggerConfig(boundary=True, t_max=64, t_min=1),
         selector=SelectorConfig(lambda_clip=0.02, refine=SoftNMS(), alpha_cross=0.35),
     )
 

@@ -29,7 +29,7 @@ class TriggerConfig:
 
     boundary: bool = True
     t_max: int | None = 16
-    t_min: int = 1
+    t_min: int = 3
     uncertainty: float | None = None
     first_step: bool = True
 

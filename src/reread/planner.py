@@ -23,8 +23,9 @@ from .hardware import CALIBRATION, Calibration, Gpu, gpu_of
 from .shapes import Shape
 
 # benchmarks/results/sentences.json: mean tokens between slow steps on real text, of the default
-# preset's triggers (sentence and line ends, at the latest every 16) and of the boundary alone
-DEFAULT_SLOW_EVERY = 6.80
+# preset's triggers (sentence and line ends, every 3 at the earliest and 16 at the latest), and of
+# every boundary alone
+DEFAULT_SLOW_EVERY = 8.67
 BOUNDARY_EVERY = 7.22
 WORTHWHILE = 1.1  # the speed-up of `Plan.crossover_worthwhile`
 MAX_CONTEXT = 1 << 27  # where the search for a crossover ends
@@ -115,8 +116,8 @@ def expected_slow_every(triggers: TriggerConfig) -> float:
     """Mean tokens between slow steps on real text, infinity where only the first step is slow.
 
     The default's is measured. Other intervals: boundaries are taken to come at random, m tokens
-    apart on average, so that the gap is E[min(G, t_max)] = m (1 - (1 - 1/m)^t_max), within 4 % of
-    what the Controller does on real text.
+    apart on average, so that with r = t_min - 1 the gap is r + E[min(G, t_max - r)] = r + m (1 -
+    (1 - 1/m)^(t_max - r)), within 4 % of what the Controller does on real text.
 
     Raises:
         ConfigError: the uncertainty trigger is on; its rate depends on the model.
@@ -128,11 +129,14 @@ def expected_slow_every(triggers: TriggerConfig) -> float:
         )
     if not triggers.boundary:
         return math.inf if triggers.t_max is None else float(triggers.t_max)
+    default, rest = TriggerConfig(), triggers.t_min - 1
     if triggers.t_max is None:
-        return BOUNDARY_EVERY
-    if triggers.t_max == TriggerConfig().t_max:
+        return rest + BOUNDARY_EVERY
+    if (triggers.t_min, triggers.t_max) == (default.t_min, default.t_max):
         return DEFAULT_SLOW_EVERY
-    return float(BOUNDARY_EVERY * (1 - (1 - 1 / BOUNDARY_EVERY) ** triggers.t_max))
+    open_for = max(0, triggers.t_max - rest)
+    waited = BOUNDARY_EVERY * (1 - (1 - 1 / BOUNDARY_EVERY) ** open_for)
+    return float(min(rest, triggers.t_max) + waited)
 
 
 def plan(

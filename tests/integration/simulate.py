@@ -159,6 +159,8 @@ def _next_kind(config: Config, sim: Simulation, length: int, has_tail: bool) -> 
     since = step - (slow_at[-1] if slow_at else -1)
     if t.t_max is not None and since >= t.t_max:
         return "slow"
+    if since < t.t_min:
+        return "fast"
     if t.boundary and sim.tokens[-1] in tiny.BOUNDARY_IDS:
         return "slow"
     if t.uncertainty is not None:

@@ -75,7 +75,7 @@ def test_figures_of_dense_ours_and_everything(name: str) -> None:
     figures = sparse.figures
     assert 0 < figures["mass_fast"] < 1
     assert 0 < figures["kl"] < figures["kl_max"]
-    assert figures["keys_read_share"] < 0.5
+    assert 0.25 < figures["keys_read_share"] < 0.75  # 22 to 26 of 73 to 96, or all
     assert 0 < figures["slow_rate"] < 1
     assert 0 <= figures["useless_share"] <= 1
     assert 0 < figures["stability_inside"] < 1

@@ -140,6 +140,15 @@ def test_sparse_likelihoods_are_those_of_decode_steps(folder: Path) -> None:
     assert info["config"] == config.to_dict()
 
 
+def test_a_single_token_is_scored_by_the_first_step_which_is_slow(folder: Path) -> None:
+    ours, dense = model_of(folder, **SPARSE), model_of(folder, preset="dense")
+    given = asked("loglikelihood", (TEXT[:150], "a"), (TEXT[:150], "b"))
+    found = ours.loglikelihood(given, disable_tqdm=True)
+    wanted = dense.loglikelihood(given, disable_tqdm=True)
+    assert [one for one, _ in found] == pytest.approx([one for one, _ in wanted], abs=1e-4)
+    assert (ours.totals.slow_steps, ours.totals.fast_steps) == (2, 0)
+
+
 def test_a_sparse_prompt_is_counted(folder: Path) -> None:
     small = {"prefill.k": 8, "prefill.local": 8, "prefill.b_sel": 8}
     ours = model_of(folder, preset="dense", prefill="oracle", **small, prefill_chunk=64)

@@ -191,6 +191,7 @@ def sparse(
     t_max: int | None = 5,
     boundary: bool = False,
     uncertainty: float | None = None,
+    t_min: int = 1,
     first_step: bool = True,
     selector: SelectorConfig | None = None,
     dense_below_budget: bool = True,
@@ -201,7 +202,11 @@ def sparse(
         recent=recent,
         k=k,
         triggers=TriggerConfig(
-            boundary=boundary, t_max=t_max, uncertainty=uncertainty, first_step=first_step
+            boundary=boundary,
+            t_max=t_max,
+            t_min=t_min,
+            uncertainty=uncertainty,
+            first_step=first_step,
         ),
         selector=selector or SelectorConfig(refine=Span(back=1, ahead=3)),
         dense_below_budget=dense_below_budget,

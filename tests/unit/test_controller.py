@@ -21,7 +21,7 @@ def config(*, k: int = 4, dense_below_budget: bool = True, **triggers: object) -
         sink=2,
         recent=4,
         k=k,
-        triggers=TriggerConfig(**{"boundary": False, "t_max": None, **triggers}),  # type: ignore[arg-type]
+        triggers=TriggerConfig(**{"boundary": False, "t_max": None, "t_min": 1, **triggers}),  # type: ignore[arg-type]
         dense_below_budget=dense_below_budget,
     )
 
@@ -35,13 +35,18 @@ def run(c: Controller, tokens: list[int], keys: int = 100) -> list[StepKind]:
     return kinds
 
 
-def expected(tokens: list[int], t_max: int | None, boundary: bool) -> list[StepKind]:
-    """Equation 5: slow at first, after a token of the set, or T_max steps after the last slow."""
+def expected(
+    tokens: list[int], t_max: int | None, boundary: bool, t_min: int = 1
+) -> list[StepKind]:
+    """Equation 5: slow at first, after a token of the set, or T_max steps after the last slow;
+    within t_min steps after a slow one no token makes a step slow."""
     kinds: list[StepKind] = []
     for i, token in enumerate(tokens):
         last = max((j for j, kind in enumerate(kinds) if kind is SLOW), default=None)
         slow = (
-            last is None or (boundary and token == DOT) or (t_max is not None and i - last >= t_max)
+            last is None
+            or (boundary and token == DOT and i - last >= t_min)
+            or (t_max is not None and i - last >= t_max)
         )
         kinds.append(SLOW if slow else FAST)
     return kinds
@@ -73,10 +78,29 @@ def test_a_boundary_table_is_ignored_where_the_trigger_is_off() -> None:
     st.lists(st.sampled_from([WORD, DOT]), max_size=60),
     st.none() | st.integers(1, 9),
     st.booleans(),
+    st.integers(1, 6),
 )
-def test_the_schedule_is_equation_5(tokens: list[int], t_max: int | None, boundary: bool) -> None:
-    c = Controller(config(t_max=t_max, boundary=boundary), BOUNDARY, 1)
-    assert run(c, tokens) == expected(tokens, t_max, boundary)
+def test_the_schedule_is_equation_5(
+    tokens: list[int], t_max: int | None, boundary: bool, t_min: int
+) -> None:
+    c = Controller(config(t_max=t_max, boundary=boundary, t_min=t_min), BOUNDARY, 1)
+    assert run(c, tokens) == expected(tokens, t_max, boundary, t_min)
+
+
+def test_a_line_end_behind_a_full_stop_makes_no_second_slow_step() -> None:
+    c = Controller(config(boundary=True, t_min=3), BOUNDARY, 1)
+    assert run(c, [WORD, DOT, DOT, DOT, DOT, WORD, WORD, DOT]) == [
+        SLOW, FAST, FAST, SLOW, FAST, FAST, FAST, SLOW,
+    ]  # fmt: skip
+
+
+def test_an_uncertain_step_waits_too() -> None:
+    c = Controller(config(uncertainty=1.0, t_min=2), None, 1)
+    c.plan([WORD], [100], [False])
+    c.observe_entropy([2.0])
+    assert c.plan([WORD], [101], [True]) == (FAST,)
+    c.observe_entropy([2.0])
+    assert c.plan([WORD], [102], [True]) == (SLOW,)
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.data())

@@ -178,7 +178,7 @@ def test_the_rates_are_those_of_the_result_file() -> None:
     assert rows["default"]["triggers"] == DEFAULT.to_dict()["triggers"]
     assert round(rows["default"]["slow_every"], 2) == DEFAULT_SLOW_EVERY
     assert round(rows["boundary"]["slow_every"], 2) == BOUNDARY_EVERY
-    alone = DEFAULT.updated({"t_max": None}).to_dict()
+    alone = DEFAULT.updated({"t_max": None, "t_min": 1}).to_dict()
     assert rows["boundary"]["triggers"] == alone["triggers"]
     paper = Config.preset("paper").to_dict()
     assert rows["boundary, interval 64"]["triggers"] == paper["triggers"]
@@ -187,10 +187,15 @@ def test_the_rates_are_those_of_the_result_file() -> None:
 def test_the_rate_follows_the_triggers() -> None:
     rows = {row["variant"]: row for row in load("sentences")["rows"]}
     assert expected_slow_every(TriggerConfig()) == DEFAULT_SLOW_EVERY
-    assert expected_slow_every(TriggerConfig(t_max=None)) == BOUNDARY_EVERY
+    assert expected_slow_every(TriggerConfig(t_max=None, t_min=1)) == BOUNDARY_EVERY
     assert expected_slow_every(TriggerConfig(t_max=1)) == pytest.approx(1)
-    assert expected_slow_every(TriggerConfig(t_max=64)) == pytest.approx(
-        rows["boundary, interval 64"]["slow_every"], rel=0.01
+    assert expected_slow_every(TriggerConfig(t_max=3)) == pytest.approx(3, rel=0.01)
+    for t_min, name in ((1, "boundary, interval 64"), (3, "boundary, interval 64, t_min 3")):
+        assert expected_slow_every(TriggerConfig(t_max=64, t_min=t_min)) == pytest.approx(
+            rows[name]["slow_every"], rel=0.02
+        )
+    assert expected_slow_every(TriggerConfig(t_min=1)) == pytest.approx(
+        rows["default, t_min 1"]["slow_every"], rel=0.05
     )
     # the formula, where the default's own value does not stand in for it
     assert expected_slow_every(TriggerConfig(t_max=15)) == pytest.approx(DEFAULT_SLOW_EVERY, 0.06)

@@ -13,9 +13,9 @@ such as k, recent, mode or triggers.t_max. Any other is refused by its name.
 
 Requests run one by one: batch_size is 1. Log-likelihoods are those of decode steps: the context is
 read as a prompt, and each token of the continuation is then fed under the config, so that what
-sparse decoding leaves out counts. A context that several continuations share is read once. The first
-step is slow where `triggers.first_step` says so, as in the default preset: continuations of a single
-token, such as " A", are then scored as by dense decoding.
+sparse decoding leaves out counts. A context that several continuations share is read once. The
+first step is slow where `triggers.first_step` says so, as in the default preset: continuations of a
+single token, such as " A", are then scored as by dense decoding.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..gap_sums import DENSE
 from ..tasks.base import Sample
 from .cells import Cell, Row, Table, percent, whole
 from .charts import Chart, axis, safe
@@ -18,6 +19,7 @@ MISSED = 0.02  # of a step's mass in one cell of unread keys: enough for a cross
 SHORTEST, TALLEST = 7, 18  # pixels of a step
 AROUND = 110  # pixels of scale and axes
 TICKS = 4
+EVERYTHING = ("slow", "full")  # kinds of steps that read every key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +52,18 @@ class Picture:
 
 
 def pictures(samples: Sequence[Sample]) -> tuple[list[Picture], int]:
-    """The pictures to show, and how many there are: of each method the first, then further ones."""
+    """The pictures to show, and how many there are: of each method the first, then further ones;
+    those of dense last, since it misses nothing."""
     unique = {sample.key: sample for sample in samples}.values()
     found = [p for p in map(_picture, unique) if p is not None]
-    seen: dict[tuple[str, ...], int] = {}
+    seen: dict[str, int] = {}
     ranked = []
     for number, picture in enumerate(found):
-        place = (picture.sample.method,)
+        place = picture.sample.method
         seen[place] = seen.get(place, -1) + 1
-        ranked.append((seen[place], number, picture))
-    ranked.sort(key=lambda entry: entry[:2])
-    return [picture for _, _, picture in ranked[:MOST]], len(found)
+        ranked.append((picture.sample.method == DENSE, seen[place], number, picture))
+    ranked.sort(key=lambda entry: entry[:3])
+    return [picture for *_, picture in ranked[:MOST]], len(found)
 
 
 def _picture(sample: Sample) -> Picture | None:
@@ -111,14 +114,15 @@ def picture_chart(number: int, picture: Picture) -> Chart:
         data.append(_missed_bars(picture))
     return Chart(
         name=f"picture-{number}", title=picture.title, height=AROUND + row * steps,
-        note="Down: steps, named by the token that each reads in. Across: positions of keys.",
+        note="Down: steps, named by the token that each reads in. Across: positions of keys; "
+        "blank cells are not there yet.",
         data=data, layout=_layout(picture, labels=row >= 11), cells=_cells(picture),
     )  # fmt: skip
 
 
 def _heat(picture: Picture) -> dict[str, Any]:
-    values = [[None if v is None else math.log10(max(v, 10**LEAST)) for v in row]
-              for row in picture.mass]  # fmt: skip
+    # no mass at all: the keys are not written yet, and the cell stays blank
+    values = [[math.log10(max(v, 10**LEAST)) if v else None for v in row] for row in picture.mass]
     marks = range(int(LEAST), 1, 2)
     return {
         "type": "heatmap", "z": [[None if v is None else round(v, 3) for v in r] for r in values],
@@ -159,7 +163,7 @@ def _kept_lines(picture: Picture) -> list[dict[str, Any]]:
     ys: list[float | None] = []
     for step, row in enumerate(picture.kept):
         read = [bool(share) for share in row]
-        if all(read):
+        if all(read) or picture.kinds[step] in EVERYTHING:
             continue
         for at, here in enumerate(read):
             if here and not (at and read[at - 1]):

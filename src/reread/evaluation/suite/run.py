@@ -70,7 +70,7 @@ def evaluate(request: Request, report: Report | None = None) -> Folder:
         folder.note(
             methods={method.name: method.to_dict() for method in methods},
             places=_places(folder, tasks), skipped=_merged(folder, skipped),
-            notes=list(NOTES), **provenance(loaded.model.device),
+            notes=_notes(folder, tasks), **provenance(loaded.model.device),
         )  # fmt: skip
         if others:
             folder.note(baselines=others)
@@ -135,6 +135,11 @@ def _places(folder: Folder, tasks: Mapping[Place, Task]) -> list[dict[str, Any]]
                 f"run {place['samples']}: give another --out"
             )
     return list(found.values())
+
+
+def _notes(folder: Folder, tasks: Mapping[Place, Task]) -> list[str]:
+    told = [note for task in tasks.values() for note in getattr(task, "notes", [])]
+    return list(dict.fromkeys([*NOTES, *folder.run.get("notes", []), *told]))
 
 
 def _merged(folder: Folder, skipped: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

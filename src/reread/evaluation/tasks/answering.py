@@ -49,6 +49,30 @@ class Answering:
     def queries(self) -> Sequence[int]:
         return [len(case.queries) for case in self.task.cases]
 
+    @property
+    def skipped(self) -> list[dict[str, Any]]:
+        """What the task left out because it is too long, as a run notes it."""
+        if not (count := getattr(self.task, "skipped", 0)):
+            return []
+        reason = f"longer than {self.length} tokens"
+        return [{"task": self.name, "length": self.length, "reason": reason, "samples": count}]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the table has to know."""
+        found = []
+        if count := getattr(self.task, "truncated", 0):
+            found.append(f"{self.name} at {self.length}: {count} prompts lost their middle")
+        if metric := getattr(self.task, "metric", ""):
+            found.append(f"{self.name}: the score is lm-eval's {metric}")
+        choices = [c for case in self.task.cases for query in case.queries for c in query.choices]
+        if choices and max(map(len, choices)) == 1:
+            found.append(
+                f"{self.name}: a choice is one token, which a first step that is slow reads like "
+                "dense: it says nothing of fast steps"
+            )
+        return found
+
     def measure(self, number: int, methods: Sequence[Method], loaded: Loaded) -> Iterator[Sample]:
         """See `Task`."""
         case = self.task.cases[number]
