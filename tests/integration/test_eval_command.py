@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from reread.cli import app
-from reread.evaluation import gaps
-from reread.evaluation.gap_tasks import DENSE, FUSED, REFERENCE
+from reread.evaluation.gaps import run as gaps
+from reread.evaluation.gaps.tasks import DENSE, FUSED, REFERENCE
 from reread.integrations.hf.indexers import new_indexer
 
 from ..unit import needle_checkpoint, tiny_checkpoint

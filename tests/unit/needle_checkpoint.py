@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reread.evaluation.corpus import NEEDLE_WORDS
+from reread.evaluation.needle import NEEDLE_WORDS
 
 POSITIONS = 1200
 WORDS = [a + b + c + d for a in "bdfg" for b in "aeiou" for c in "klmn" for d in "aeiou"]

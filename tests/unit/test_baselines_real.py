@@ -19,9 +19,8 @@ from reread.evaluation.baselines.run import (
     check_environment,
     find_python,
 )
-from reread.evaluation.forced import needle_vocabulary
 from reread.evaluation.methods import PRESSES
-from reread.evaluation.needle import make_texts
+from reread.evaluation.needle import make_texts, needle_vocabulary
 from reread.integrations.hf.cache import cache_keyword
 from reread.integrations.hf.load import Loaded, load_tokenizer
 

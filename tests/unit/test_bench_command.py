@@ -127,7 +127,7 @@ def test_the_sentence_is_what_real_text_gave() -> None:
         return options.gaps(options.config())
 
     assert gaps() == [expected_slow_every(Config().triggers)] == [DEFAULT_SLOW_EVERY]
-    assert gaps("t_max=null") == [BOUNDARY_EVERY]
+    assert gaps("t_max=null", "t_min=1") == [BOUNDARY_EVERY]
     assert gaps("uncertainty=1.5", sentence="20, 9,6.8") == [20.0, 9.0, 6.8]
 
 

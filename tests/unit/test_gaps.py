@@ -11,11 +11,12 @@ import torch
 
 from reread import Config, SparsePrefill
 from reread.errors import ConfigError, InputError
-from reread.evaluation import gap_results
 from reread.evaluation.corpus import needle_corpus
-from reread.evaluation.forced import ForcedText, make_forced, passes, read_forced
-from reread.evaluation.gap_results import Results
-from reread.evaluation.gap_sums import (
+from reread.evaluation.gaps import results as gap_results
+from reread.evaluation.gaps.forced import ForcedText, make_forced, passes, read_forced
+from reread.evaluation.gaps.results import Results
+from reread.evaluation.gaps.run import Request
+from reread.evaluation.gaps.sums import (
     ALL,
     accuracies,
     bootstrap,
@@ -23,7 +24,7 @@ from reread.evaluation.gap_sums import (
     gaps_of,
     variant,
 )
-from reread.evaluation.gap_tasks import (
+from reread.evaluation.gaps.tasks import (
     DENSE,
     FUSED,
     REFERENCE,
@@ -34,7 +35,6 @@ from reread.evaluation.gap_tasks import (
     prefill_seconds,
     ttft,
 )
-from reread.evaluation.gaps import Request
 from reread.integrations.hf import session
 from reread.integrations.hf.indexers import new_indexer
 from reread.integrations.hf.load import Loaded

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from reread.cli.options import command
 from reread.cli.report_page import ReportOptions, report_command
 from reread.errors import InputError
-from reread.evaluation.gap_sums import bootstrap
+from reread.evaluation.intervals import bootstrap
 from reread.evaluation.report import summarise, write_report
 from reread.evaluation.report.charts import drawn, frontiers, safe, styles
 from reread.evaluation.report.gaps import decode_gaps

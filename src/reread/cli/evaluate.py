@@ -22,7 +22,7 @@ from .options import read_text, whole_numbers
 from .report import LINE_EVERY_S, busy, make_console, print_json
 
 if TYPE_CHECKING:
-    from ..evaluation.gaps import Report, Request
+    from ..evaluation.gaps.run import Report, Request
     from ..evaluation.mass import MassProfile
 
 SCHEDULE = "schedule"
@@ -75,7 +75,7 @@ class GapsOptions(EvalOptions):
         Raises:
             InputError: an option that cannot be read.
         """
-        from ..evaluation.gaps import Request
+        from ..evaluation.gaps.run import Request
 
         budget = None if self.k == SCHEDULE else whole_numbers("--k", self.k)
         if budget is not None and len(budget) > 1:
@@ -120,7 +120,7 @@ def gaps_command(options: GapsOptions) -> None:
     """Measure the oracle, indexer and realisation gaps of sparse prefill."""
     console = make_console()
     with busy(console, "loading torch"):
-        from ..evaluation.gaps import measure_gaps
+        from ..evaluation.gaps.run import measure_gaps
     request = options.request()
     try:
         with progress(console, "texts") as report:

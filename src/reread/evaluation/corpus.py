@@ -17,13 +17,20 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..indexer.distill import Context
-from .needle import KINDS, RECORD_SHARE, SENTENCE, SHORTEST, Vocabulary, make_texts
+from .needle import (
+    KINDS,
+    NEEDLE_WORDS,
+    RECORD_SHARE,
+    SENTENCE,
+    SHORTEST,
+    Vocabulary,
+    make_texts,
+)
 
 NEEDLE = "needle"
 HELD_OUT = 4  # contexts that are kept back, at most
 HELD_OUT_SHARE = 8  # and at most one of so many
 APART = 1 << 40  # number of the first held-out needle text
-NEEDLE_WORDS = ("<bos>", "The", "Note", "code", "link", "note", "chain", "of", "is", "?", ":", ";")
 QUESTION_WORDS = 41  # of one question and answer of each kind
 
 

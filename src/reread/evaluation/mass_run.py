@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..integrations.hf.cache import sparse_layers
 from ..integrations.hf.load import load, load_config, load_tokenizer, resolve_device, resolve_dtype
 from ..integrations.hf.prompt import token_ids
-from .gap_tasks import check_tasks, make_task
+from .gaps.tasks import check_tasks, make_task
 from .mass import SHORTEST, MassProfile, check_plot, draw, mass_profile
 from .provenance import provenance
 

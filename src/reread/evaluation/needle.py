@@ -39,6 +39,8 @@ HOPS = 3
 QUOTED = 10
 FRAME_WORDS = frozenset({"code", "link", "note", "chain"})
 PREFILL_CHUNK = 1024
+# that a vocabulary needs besides what filler, keys and numbers are drawn from
+NEEDLE_WORDS = ("<bos>", "The", "Note", "code", "link", "note", "chain", "of", "is", "?", ":", ";")
 
 Words = list[str]
 
@@ -58,6 +60,21 @@ class Vocabulary:
             [t for t in known if re.fullmatch("[a-z]{4}", t) and t not in FRAME_WORDS],
             [t for t in known if re.fullmatch("[0-9]{2}", t)],
         )
+
+
+def needle_vocabulary(tokenizer: Any) -> Vocabulary:
+    """The words of needle texts.
+
+    Raises:
+        InputError: the tokenizer is not that of a needle checkpoint.
+    """
+    ids = tokenizer.get_vocab()
+    if missing := [word for word in NEEDLE_WORDS if word not in ids]:
+        raise InputError(
+            f"needle tasks are for a checkpoint with needle-27m's vocabulary; this one has no "
+            f"{missing[0]!r}"
+        )
+    return Vocabulary.of(ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..gap_sums import DENSE, DENSE_FLOOR, bootstrap
+from ..intervals import DENSE, DENSE_FLOOR, bootstrap
 from ..tasks.base import Sample
 from .cells import Cell, Row, Table, counted, interval, signed, titled, whole
 from .sums import Summary

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
-from ..gap_sums import DENSE
+from ..intervals import DENSE
 
 if TYPE_CHECKING:
     from .reading import Folder

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..gap_sums import DENSE
+from ..intervals import DENSE
 from ..tasks.base import Sample
 from .cells import Cell, Row, Table, percent, whole
 from .charts import Chart, axis, safe

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..gap_sums import ALL, DENSE, DENSE_FLOOR, bootstrap
+from ..intervals import ALL, DENSE, DENSE_FLOOR, bootstrap
 
 if TYPE_CHECKING:
     from ..tasks.base import Sample

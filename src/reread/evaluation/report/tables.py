@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..gap_sums import ALL, DENSE
+from ..intervals import ALL, DENSE
 from .cells import (
     NOTHING,
     SPACE,

@@ -8,7 +8,6 @@ from typing import Any
 
 from ...errors import InputError
 from .. import needle
-from ..forced import needle_vocabulary
 from .base import Answer, Case, Query
 
 NAME = "needle"
@@ -39,7 +38,7 @@ def make(tokenizer: Any, *, tokens: int, count: int, seed: int) -> NeedleTask:
     Raises:
         InputError: another tokenizer than that of needle-27m, or too few tokens.
     """
-    vocabulary = needle_vocabulary(tokenizer)
+    vocabulary = needle.needle_vocabulary(tokenizer)
     # the texts that indexers learn from have seeds from 0 on
     body = tokens - ROOM
     if body < needle.SHORTEST:

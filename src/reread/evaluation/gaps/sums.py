@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from ..intervals import ALL, DENSE, DENSE_FLOOR, bootstrap
 
-ALL = "all"  # all kinds of question together
-RESAMPLES = 2000
-DRAWS = 1 << 20  # at a time
 WITHIN = 0.01  # what a shared choice may lose
-DENSE_FLOOR = 0.5  # below it, dense attention cannot do the task
 Row = Mapping[str, Any]
 
-DENSE, ORACLE, INDEXER, SAMPLED = "dense", "oracle", "indexer", "sampled"
+ORACLE, INDEXER, SAMPLED = "oracle", "indexer", "sampled"
 
 
 def variant(chooser: str, b_sel: int) -> str:
@@ -22,19 +18,6 @@ def variant(chooser: str, b_sel: int) -> str:
     if chooser == DENSE:
         return DENSE
     return f"{chooser} per query" if b_sel == 1 else f"{chooser} shared by {b_sel}"
-
-
-def bootstrap(differences: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean, by resampling cases; the same for the same values."""
-    values = np.asarray(differences, dtype=np.float64)
-    rng = np.random.default_rng(0)
-    count, each = len(values), max(1, DRAWS // len(values))
-    sizes = [min(each, RESAMPLES - first) for first in range(0, RESAMPLES, each)]
-    means = np.concatenate(
-        [values[rng.integers(0, count, (size, count))].mean(axis=1) for size in sizes]
-    )
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def shares_of(row: Row, kind: str) -> list[float]:

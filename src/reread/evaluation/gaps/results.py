@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
-from ..errors import InputError
-from ..indexer.checkpoint import read_json, write_json
-from .gap_sums import default_blocks, gaps_of
+from ...config import Config
+from ...errors import InputError
+from ...indexer.checkpoint import read_json, write_json
+from .sums import default_blocks, gaps_of
 
 
 class Results:

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..config import Config
-from ..errors import InputError
-from ..indexer.model import Indexer
-from ..integrations.hf.attach import attach
-from ..integrations.hf.cache import cache_keyword
-from ..stats import Stats
-from .corpus import NEEDLE_WORDS, QUESTION_WORDS
-from .needle import KINDS, RECORD_SHARE, SENTENCE, SHORTEST, Kind, Vocabulary, make_texts
-from .needle import share_right as share_right_words
+from ...config import Config
+from ...errors import InputError
+from ...indexer.model import Indexer
+from ...integrations.hf.attach import attach
+from ...integrations.hf.cache import cache_keyword
+from ...stats import Stats
+from ..corpus import QUESTION_WORDS
+from ..needle import KINDS, RECORD_SHARE, SENTENCE, SHORTEST, Kind, make_texts, needle_vocabulary
+from ..needle import share_right as share_right_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,6 @@ class ForcedText:
     ids: tuple[int, ...]
     focus: int
     answers: tuple[Answer, ...]
-
-
-def needle_vocabulary(tokenizer: Any) -> Vocabulary:
-    """The words of needle texts.
-
-    Raises:
-        InputError: the tokenizer is not that of a needle checkpoint.
-    """
-    ids = tokenizer.get_vocab()
-    if missing := [word for word in NEEDLE_WORDS if word not in ids]:
-        raise InputError(
-            f"needle tasks are for a checkpoint with needle-27m's vocabulary; this one has no "
-            f"{missing[0]!r}"
-        )
-    return Vocabulary.of(ids)
 
 
 def make_forced(tokenizer: Any, *, tokens: int, count: int, seed: int) -> list[ForcedText]:

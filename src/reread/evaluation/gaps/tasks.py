@@ -19,17 +19,17 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from ..config import Config
-from ..errors import InputError
-from ..indexer.model import Indexer
-from ..integrations.hf.attach import attach
-from ..integrations.hf.cache import cache_keyword
-from ..integrations.hf.load import Loaded, quiet
-from ..integrations.hf.prompt import decode
-from ..prefill import share_read
-from ..stats import Stats
-from . import needle, ruler
-from .forced import ForcedText, make_forced, needle_vocabulary, read_forced
+from ...config import Config
+from ...errors import InputError
+from ...indexer.model import Indexer
+from ...integrations.hf.attach import attach
+from ...integrations.hf.cache import cache_keyword
+from ...integrations.hf.load import Loaded, quiet
+from ...integrations.hf.prompt import decode
+from ...prefill import share_read
+from ...stats import Stats
+from .. import needle, ruler
+from .forced import ForcedText, make_forced, read_forced
 
 FORCED, GREEDY = "needle", "needle-greedy"
 TASKS = (FORCED, GREEDY, *ruler.TASKS)
@@ -106,7 +106,7 @@ def make_task(tokenizer: Any, name: str, *, tokens: int, count: int, seed: int) 
         return ForcedTask(make_forced(tokenizer, tokens=tokens, count=count, seed=seed))
     if name == GREEDY:
         texts = needle.make_texts(
-            needle_vocabulary(tokenizer),
+            needle.needle_vocabulary(tokenizer),
             tokens=tokens - GREEDY_ROOM, count=count, questions=GREEDY_QUESTIONS, seed=-1 - seed,
         )  # fmt: skip
         return GreedyTask(tokenizer, texts)

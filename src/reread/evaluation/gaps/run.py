@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Backend, Config
-from ..errors import InputError
-from ..indexer.checkpoint import check_writable
-from ..indexer.model import WEIGHTS, Indexer
-from ..integrations.hf.indexers import backbone_identity
-from ..integrations.hf.load import (
+from ...config import Backend, Config
+from ...errors import InputError
+from ...indexer.checkpoint import check_writable
+from ...indexer.model import WEIGHTS, Indexer
+from ...integrations.hf.indexers import backbone_identity
+from ...integrations.hf.load import (
     Loaded,
     load,
     load_config,
@@ -27,18 +27,12 @@ from ..integrations.hf.load import (
     resolve_device,
     resolve_dtype,
 )
-from ..prefilling import Chooser, SparsePrefill
-from .gap_results import Results
-from .gap_sums import (
-    DENSE,
-    INDEXER,
-    ORACLE,
-    SAMPLED,
-    accuracies,
-    variant,
-)  # fmt: skip
-from .gap_tasks import FUSED, Task, Way, check_tasks, make_task, ttft
-from .provenance import describe_device, provenance
+from ...prefilling import Chooser, SparsePrefill
+from ..intervals import DENSE
+from ..provenance import describe_device, provenance
+from .results import Results
+from .sums import INDEXER, ORACLE, SAMPLED, accuracies, variant
+from .tasks import FUSED, Task, Way, check_tasks, make_task, ttft
 
 SCHEDULE = "schedule"
 NOTES = (
