@@ -293,6 +293,29 @@ def indexed_fidelity() -> str:
     return table(head, rows)
 
 
+def eval_needle_4k() -> str:
+    """Every method of `reread eval`, the best of ours and of the baselines as they were asked."""
+    result = load("eval_needle_4k")
+    kinds = ("code", "note", "chain", "all")
+    rows = []
+    for method in result["methods"]:
+        lines = {line["kind"]: line for line in result["lines"] if line["method"] == method}
+        whole = lines["all"]
+        figures = whole["figures"]
+        kept = figures.get("kept_share")
+        fast = figures.get("fast_keys_share", kept)
+        scores = [
+            "failed" if lines[kind]["failed"] else f"{lines[kind]['score']:.3f}" for kind in kinds
+        ]
+        gap = "" if whole["difference"] is None else f"{100 * whole['difference']:+.1f}"
+        if gap:
+            gap += f" ({100 * whole['low']:+.1f} to {100 * whole['high']:+.1f})"
+        shares = ("100%" if fast is None else f"{fast:.1%}", figures.get("keys_read_share", kept))
+        rows.append((method, *scores, gap, shares[0], "" if shares[1] is None else f"{shares[1]:.0%}"))
+    head = ("method", *kinds, "points to dense (95 %)", "keys of a fast step", "keys read in all")
+    return table(head, rows)
+
+
 def distill() -> str:
     """Indexers of several kinds: how well they predict, at and beyond the training context."""
     head = ("variant", "KL", "recall", "mass", "KL, longer", "recall, longer", "mass, longer")
@@ -308,6 +331,7 @@ def distill() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "eval_needle_4k": eval_needle_4k,
     "gpu_prefill": gpu_prefill,
     "gpu_ttft": gpu_ttft,
     "gaps_4k": functools.partial(gap_rows, "gaps_4k"),

@@ -31,6 +31,7 @@ from .tables import named
 
 OUT = Path("paper-results")
 WIDTH = 140  # characters
+INTERRUPTED = 130  # exit code, as of a shell
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judged = show.lines(table, asked, measured)
         result = show.as_json(table, asked, measured, judged)
         path = show.save(asked.out, result)
+    except KeyboardInterrupt:
+        console.print("interrupted: samples are kept, and the same command continues")
+        return INTERRUPTED
     except RereadError as error:
         console.print(f"error: {error}", markup=False, soft_wrap=True)
         return 2

@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 
 from reread.evaluation.provenance import provenance
 from reread.indexer.checkpoint import write_json
+from reread.integrations.hf.load import resolve_device
 
 from .asked import Asked, Measured
 from .expected import OUTSIDE, SMOKE, Expected, Found, Table, verdict
@@ -50,7 +51,7 @@ def as_json(table: Table, asked: Asked, measured: Measured, judged: list[Line]) 
             for row, found, said in judged
         ],
         "outside": outside(judged),
-        **provenance(asked.device if asked.smoke or not table.needs_gpu else "cuda"),
+        **provenance(resolve_device(asked.device)),
         "details": measured.details,
     }  # fmt: skip
 

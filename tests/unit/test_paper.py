@@ -20,7 +20,9 @@ from benchmarks.paper.expected import (
     Expected,
     Found,
     Quality,
+    Run,
     Spot,
+    Table,
     Tolerance,
     binomial,
     label_for,
@@ -303,6 +305,31 @@ def test_smoke_run_of_a_table(
     (detail,) = result["details"]
     assert {method["config"]["k"] for method in detail["methods"].values()} == {3836 // 16}
     assert all(line["figures"]["fast_steps"] > 0 for line in detail["lines"])
+
+
+@pytest.mark.parametrize(("value", "code"), [(0.0, 0), (50.0, 1)])
+def test_a_full_run_judges(
+    value: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    difference = Spot(arm="sparse", against="dense", part="needle", length=600)
+    table = Table(
+        name="made-up", paper="none", section="none", models={"m": "nobody/model"}, hardware="any",
+        rows=(replace(ROW, value=value, spot=difference), replace(ROW, spot=Spot(arm="gone"))),
+        work=Quality(
+            arms={"dense": "dense", "sparse": "default:k=16:recent=16"},
+            runs=(Run(tasks=("needle",), lengths=(600,), arms=("dense", "sparse"), limit=1,
+                      smoke=("needle",)),),
+        ),
+    )  # fmt: skip
+    monkeypatch.setitem(TABLES, "made-up", table)
+    model = needle_checkpoint.save(tmp_path / "model")
+    command = ["made-up", "--model", str(model), "--out", str(tmp_path), "--json"]
+    assert main(command) == code
+    judged, missing = json.loads(capsys.readouterr().out)["rows"]
+    assert judged["verdict"] == (OUTSIDE if code else WITHIN)
+    assert judged["difference"] == judged["measured"] - value
+    assert missing["verdict"].startswith("not run: no sample of gone")
 
 
 def test_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

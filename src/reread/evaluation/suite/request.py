@@ -86,7 +86,7 @@ class Request:
         """
         found = {path.name: _read(path) for path in self.texts}
         if not found and registry.FIDELITY in registry.expand(self.tasks):
-            found = {kind: make() for kind, make in texts.KINDS.items()}
+            found = {kind: make() for kind, make in (texts.KINDS | texts.UNMARKED).items()}
         return registry.Source(
             count=self.limit, seed=self.seed, data=self.data, texts=found, steps=self.steps
         )
