@@ -298,7 +298,8 @@ def eval_needle_4k() -> str:
     result = load("eval_needle_4k")
     kinds = ("code", "note", "chain", "all")
     rows = []
-    for method in result["methods"]:
+    ours_first = sorted(result["methods"].items(), key=lambda item: item[1]["press"] is not None)
+    for method, _ in ours_first:
         lines = {line["kind"]: line for line in result["lines"] if line["method"] == method}
         whole = lines["all"]
         figures = whole["figures"]
@@ -311,7 +312,9 @@ def eval_needle_4k() -> str:
         if gap:
             gap += f" ({100 * whole['low']:+.1f} to {100 * whole['high']:+.1f})"
         shares = ("100%" if fast is None else f"{fast:.1%}", figures.get("keys_read_share", kept))
-        rows.append((method, *scores, gap, shares[0], "" if shares[1] is None else f"{shares[1]:.0%}"))
+        rows.append(
+            (method, *scores, gap, shares[0], "" if shares[1] is None else f"{shares[1]:.0%}")
+        )
     head = ("method", *kinds, "points to dense (95 %)", "keys of a fast step", "keys read in all")
     return table(head, rows)
 
