@@ -29,7 +29,7 @@ LARGE = {
 GPU = "a GPU that holds the weights in bfloat16 and the context; the oracle takes many times dense"
 ORACLE_NOTES = (
     "RULER's 13 tasks through lm-eval's generators, 100 cases of each; which tasks the published "
-    "averages are over is not in our notes",
+    "averages are over is not known here",
     "essays and questions come from --data DIR or the hub",
     "the oracle here chooses k tokens and always adds the query itself (b_sel = 1) or its block",
     "decoding is dense: only the prompt is read sparsely",
@@ -183,7 +183,7 @@ SHARED = Table(
     rows=tuple(_shared_rows()),
     notes=(
         "published in words, 'near dense' and 'collapses': the numbers are our reading",
-        "which model that was is not in our notes: those of the oracle table",
+        "which model that was is not known here: those of the oracle table",
         *ORACLE_NOTES,
     ),
 )  # fmt: skip
@@ -232,7 +232,7 @@ DISTILLED = Table(
     ),
     rows=tuple(_distilled_rows()),
     notes=(
-        "our notes give the gap without what it is a gap to: judged is dense - distilled; oracle - "
+        "the gap is known here without what it is a gap to: judged is dense - distilled; oracle - "
         "distilled, the indexer gap, stands besides",
         "k = 1024, per query, by our reading; LongBench-V2 through lm-eval, prompts cut to 32768 "
         "tokens",

@@ -69,7 +69,7 @@ V1_RUN = {
     "smoke": ("longbench_qasper", "longbench_gov_report"),
 }
 V1_NOTES = (
-    "which of LongBench's tasks the average is over is not in our notes: here the 21 of lm-eval's "
+    "which of LongBench's tasks the average is over is not known here: here the 21 of lm-eval's "
     "group, every task with equal weight",
     "prompts, answer lengths and metrics are lm-eval's; LongBench's own code cuts a prompt to the "
     "model's window, here to 131072 tokens",
@@ -155,7 +155,7 @@ OURS = {
     "SFI": (34.80, 38.50, 32.50, 35.00, 34.90, 34.30),
 }
 LARGE = {"Slow": {"all": 46.0, "long": 47.6}, "SFI": {"all": 46.0, "long": 52.4}}
-LETTER = "lm-eval scores a letter where the authors let the model write"
+LETTER = "lm-eval scores a letter, LongBench-V2's own code reads a written answer"
 
 
 def _v2_rows() -> Iterator[Expected]:
@@ -240,7 +240,7 @@ def _reasoning_rows() -> Iterator[Expected]:
 
 def _counted(part: str) -> str:
     return "" if part != "mmlu" else (
-        "1000 stands in for their number of questions, which our notes do not have: values in "
+        "1000 stands in for their number of questions, which is not known here: values in "
         "whole tenths suggest about so many"
     )  # fmt: skip
 
@@ -267,7 +267,7 @@ REASONING = Table(
     ),
     rows=tuple(_reasoning_rows()),
     notes=(
-        "thinking checkpoints, by our reading of 'long reasoning'; our notes do not say which",
+        "thinking checkpoints, by our reading of 'long reasoning'; which ones is not known here",
         "GPQA: lm-eval's gpqa_diamond_cot_zeroshot, whose answers end after 256 tokens, where a "
         "thinking model needs thousands: expect a lower score in both arms",
         "MMLU: lm-eval's, the likelihood of a letter after five examples, not a written answer. "

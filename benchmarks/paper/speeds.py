@@ -73,7 +73,7 @@ THROUGHPUT = Table(
         "resident on a B200 of 192 GB, so 14.36 and 11.98 compare something else than decode steps "
         "(waiting rows, for one). Such cells do not run; the rows 'resident' say what is gained "
         "with all rows in memory",
-        "the share of slow steps is not in our notes: judged at one slow step in 20; paper.json "
+        "the share of slow steps is not known here: judged at one slow step in 20; paper.json "
         "has one in 6.8 besides, which is what real prose and code gave",
         "a step at a fixed context; the authors write up to 2048 new tokens",
     ),
@@ -102,7 +102,7 @@ KERNELS = Table(
     work=Kernel(rows=16, length=16_384, shares=tuple(p / 100 for p in KERNEL if p < 100)),
     rows=tuple(_kernel()),
     notes=(
-        "H = 32, Hkv = 8, D = 128 here; the authors' heads are not in our notes",
+        "H = 32, Hkv = 8, D = 128 here; the authors' heads are not known here",
         "they compare with their own Triton kernel over all keys; here with the fastest dense "
         "attention found, so that above 50 % kept less than 1 is likely: nobody would run it there",
         "100 %: our dense kernel against the fastest one; theirs is 1.00 by definition",
@@ -144,7 +144,7 @@ TTFT = Table(
         "random weights and an untrained indexer: runtime headroom, the quality of the same "
         "configuration is not measured here",
         "the authors compare with FlashAttention-2; here with the fastest dense attention found",
-        "k = 2048 and b_sel = 64 by our reading: what the published speed used is not in our notes",
+        "k = 2048 and b_sel = 64 by our reading: what the published speed used is not known here",
     ),
 )
 

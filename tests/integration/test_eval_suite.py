@@ -353,3 +353,18 @@ def test_a_missing_baseline_environment(
     assert result.exit_code == 2
     assert "make baselines" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_answer_ends_with_what_it_was_told_to_end_with() -> None:
+    loaded = Loaded(needle_checkpoint.model(), needle_checkpoint.tokenizer(), "tiny")
+    task = needle_task.make(loaded.tokenizer, tokens=660, count=1, seed=3)
+    case = task.cases[0]
+    whole = by_hand(loaded.model, [*case.context, *case.queries[0].ids], 8)
+    words = loaded.tokenizer.convert_ids_to_tokens(list(whole))
+    at = next(i for i in range(2, 8) if words[i] not in words[:i])
+    for until in ((words[at],), (" ".join(words[at - 1 : at + 1]), "never said")):
+        query = Query(case.queries[0].ids, 8, "code", tuple(words[:at]), until=until)
+        stopping = needle_task.NeedleTask(loaded.tokenizer, 660, [Case(case.context, (query,))])
+        (sample,) = Answering(stopping).measure(0, parse_methods("dense"), loaded)
+        said = " ".join(words[: at + 1])
+        assert sample.answer == said[: said.index(until[0])]

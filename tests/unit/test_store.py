@@ -145,7 +145,7 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_samples_without_a_run_are_no_run(tmp_path: Path) -> None:
-    (tmp_path / SAMPLES).write_text("")
+    (tmp_path / SAMPLES).write_text("{}\n")
     with pytest.raises(InputError, match=r"no run\.json"):
         Folder(tmp_path, SETTINGS, VERSIONS)
 

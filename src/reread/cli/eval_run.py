@@ -67,6 +67,13 @@ class RunOptions:
         typer.Option("--text", help="UTF-8 file for fidelity; repeatable.", show_default=False),
     ] = None
     steps: Annotated[int, typer.Option(help="Teacher-forced steps of fidelity.")] = 128
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of lm-eval's generated answers. Default: as each task says.",
+            show_default=False,
+        ),
+    ] = None
     limit: Annotated[int, typer.Option(help="Cases of each task and length.")] = 4
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0
     speed: Annotated[
@@ -93,7 +100,8 @@ class RunOptions:
             model=self.model, out=self.out, methods=self.methods, indexer=self.indexer,
             tasks=tuple(part.strip() for part in self.tasks.split(",") if part.strip()),
             lengths=tuple(whole_numbers("--lengths", self.lengths)),
-            data=self.data, texts=tuple(self.texts or ()), steps=self.steps, limit=self.limit,
+            max_new_tokens=self.max_new_tokens, data=self.data, texts=tuple(self.texts or ()),
+            steps=self.steps, limit=self.limit,
             seed=self.seed, speed=self.speed, retry_failed=self.retry_failed,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip

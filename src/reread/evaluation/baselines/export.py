@@ -6,7 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ...errors import InputError
+from ...indexer.checkpoint import read_json
 from ...integrations.hf.load import Loaded, locate, quiet_loading
 
 MARK = "exported.json"  # in a folder that was written here: of which model
@@ -18,23 +21,28 @@ def export_model(loaded: Loaded, folder: Path) -> Path:
     A local checkpoint folder is used as it is; anything else is saved to `folder`, once.
 
     Raises:
-        InputError: `folder` holds something else.
-        OSError: it cannot be written; nothing half-written stays under its name.
+        InputError: `folder` holds something else, or it cannot be written; nothing half-written
+            stays under its name.
     """
     source = locate(loaded.name)
     if source.gguf is None and Path(source.path).is_dir():
         return Path(source.path)
     identity = {"model": loaded.name, "dtype": str(loaded.model.dtype).removeprefix("torch.")}
     if folder.exists():
-        mark = folder / MARK
-        if not mark.is_file() or json.loads(mark.read_text()) != identity:
+        if read_json(folder / MARK) != identity:
             raise InputError(f"folder {folder} does not hold {identity}: remove it or name another")
         return folder
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    with quiet_loading():
-        loaded.model.save_pretrained(unfinished)
-        loaded.tokenizer.save_pretrained(unfinished)
-    (unfinished / MARK).write_text(json.dumps(identity))
-    unfinished.rename(folder)
+    try:
+        with quiet_loading():
+            loaded.model.save_pretrained(unfinished)
+            loaded.tokenizer.save_pretrained(unfinished)
+        (unfinished / MARK).write_text(json.dumps(identity))
+        unfinished.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise InputError(
+            f"the model cannot be written to {folder} for baselines ({error})"
+        ) from error
     return folder

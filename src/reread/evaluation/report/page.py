@@ -44,7 +44,8 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     partial = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
+        # half a character, as JSON may hold, is no text
+        partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from ..tasks.base import Sample
 
 RUN, SAMPLES, SPEED, GAPS = "run.json", "samples.jsonl", "speed.jsonl", "gaps.json"
 MAPPINGS = ("config", "methods", "versions", "device")  # of run.json, with one value per name
+GAP_NUMBERS = ("value", "low", "high", "length", "cases")
 LISTS = {"places": ("task", "length", "samples"), "skipped": ("task", "length", "reason")}
 TYPES: dict[str, type | tuple[type, ...]] = {
     "task": str, "method": str, "kind": str, "answer": str, "length": int, "number": int,
@@ -49,25 +50,33 @@ def read_folder(path: Path) -> Folder:
     Raises:
         InputError: there is no run.json, or a file holds something else; names file and line.
     """
-    if not (path / RUN).is_file():
+    if not there(path / RUN):
         raise InputError(f"{path} holds no {RUN}: give a folder written by `reread eval`")
-    run = _run(path / RUN)
+    run = check_run(path / RUN, _object(str(path / RUN), _text(path / RUN)))
     notes: list[str] = []
-    samples = tuple(_sample(at, values) for at, values in _lines(path / SAMPLES, notes))
-    speed = tuple(_speed(at, values) for at, values in _lines(path / SPEED, notes))
-    gaps = _gaps(path / GAPS) if (path / GAPS).is_file() else None
+    samples = tuple(check_sample(at, values) for at, values in _lines(path / SAMPLES, notes))
+    speed = tuple(check_speed(at, values) for at, values in _lines(path / SPEED, notes))
+    gaps = _gaps(path / GAPS) if there(path / GAPS) else None
     return Folder(path, run, samples, speed, gaps, tuple(notes))
+
+
+def there(path: Path) -> bool:
+    """Whether there is such a file; a name that cannot be one says no."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def finite(value: Any) -> bool:
     """Whether a value is a number that can be drawn."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _object(at: str, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{at} is no JSON ({error})") from error
     if not isinstance(found, dict):
         raise InputError(f"{at} holds no JSON object")
@@ -81,10 +90,14 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _run(path: Path) -> dict[str, Any]:
-    found = _object(str(path), _text(path))
+def check_run(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of run.json, with every key that is read.
+
+    Raises:
+        InputError: a value cannot be what its key says.
+    """
     run: dict[str, Any] = {**{name: {} for name in MAPPINGS}, "notes": [], "commit": None}
-    run |= {name: [] for name in LISTS} | found
+    run |= {name: [] for name in LISTS} | dict(found)
     for name in MAPPINGS:
         run[name] = {} if run[name] is None else run[name]
         if not isinstance(run[name], dict):
@@ -128,11 +141,23 @@ def _check(at: str, values: Mapping[str, Any], keys: tuple[str, ...]) -> None:
         if key not in values:
             raise InputError(f"{at} has no {key!r}")
         wanted = TYPES[key]
-        if not isinstance(values[key], wanted) or (isinstance(values[key], bool)):
+        value = values[key]
+        if not isinstance(value, wanted) or isinstance(value, bool) or _too_large(value):
             raise InputError(f"{at}: {key!r} is {values[key]!r}, which it cannot be")
 
 
-def _sample(at: str, values: dict[str, Any]) -> Sample:
+def _too_large(value: Any) -> bool:
+    return isinstance(value, int | float) and not finite(value)
+
+
+def check_sample(at: str, values: Any) -> Sample:
+    """A line as a sample, without figures that are no numbers.
+
+    Raises:
+        InputError: it is none; begins with `at`.
+    """
+    if not isinstance(values, dict):
+        raise InputError(f"{at} holds no JSON object")
     _check(at, values, ("task", "length", "method", "number", "kind", "score"))
     _check(at, values, tuple(key for key in TYPES if key in values))
     for key in ("score", "depth"):
@@ -145,7 +170,14 @@ def _sample(at: str, values: dict[str, Any]) -> Sample:
         raise InputError(f"{at} is no sample of `reread eval` ({error})") from error
 
 
-def _speed(at: str, values: dict[str, Any]) -> dict[str, Any]:
+def check_speed(at: str, values: Any) -> dict[str, Any]:
+    """A line of times.
+
+    Raises:
+        InputError: it is none; begins with `at`.
+    """
+    if not isinstance(values, dict):
+        raise InputError(f"{at} holds no JSON object")
     _check(at, values, ("method", "length"))
     return values
 
@@ -159,6 +191,10 @@ def _gaps(path: Path) -> dict[str, Any]:
     for gap in gaps:
         if not isinstance(gap, dict) or any(key not in gap for key in keys):
             raise InputError(f"{path}: a gap lacks some of {', '.join(keys)}: {gap!r}")
-        if not all(finite(gap[key]) for key in ("value", "low", "high")):
+        if not all(finite(gap[key]) for key in GAP_NUMBERS):
             raise InputError(f"{path}: a gap's value or interval is no number: {gap!r}")
+        if not isinstance(gap["of"], list):
+            raise InputError(f"{path}: a gap is of no list of methods: {gap!r}")
+    if not isinstance(found.get("notes") or [], list):
+        raise InputError(f"{path}: 'notes' is no list")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class Request:
 
     Attributes:
         limit: cases of each task and length; steps: teacher-forced ones of fidelity.
+        max_new_tokens: of lm-eval's generated answers; None: as each task says.
         texts: files for fidelity; (): the texts that come with Python.
         speed: "auto": times where there is a GPU.
         retry_failed: measure samples again that failed.
@@ -41,6 +43,7 @@ class Request:
     data: Path | None = None
     texts: tuple[Path, ...] = ()
     steps: int = 128
+    max_new_tokens: int | None = None
     speed: str = "auto"
     retry_failed: bool = False
     dtype: str = "auto"
@@ -58,14 +61,15 @@ class Request:
         for name, least in (("limit", 1), ("seed", 0), ("steps", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"{name}={getattr(self, name)} is not possible: at least {least}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={self.max_new_tokens} is not possible: at least 1")
         if self.speed not in SPEED:
             raise InputError(f"speed={self.speed!r} is not possible: one of {', '.join(SPEED)}")
         if self.data is not None and not self.data.is_dir():
             raise InputError(f"data folder {self.data} is not there")
         resolve_dtype(self.dtype)
         resolve_device(self.device)
-        if self.out.exists() and not self.out.is_dir():
-            raise InputError(f"out {self.out} is a file: give a folder")
+        _check_out(self.out)
         if self.indexer is not None:
             Indexer.load(self.indexer)
         folder = None if self.indexer is None else str(self.indexer)
@@ -84,12 +88,17 @@ class Request:
         Raises:
             InputError: a text that cannot be read.
         """
-        found = {path.name: _read(path) for path in self.texts}
+        found: dict[str, str] = {}
+        for path in self.texts:
+            if path.name in found:
+                raise InputError(f"text {path}: another one is named {path.name!r}, too: rename it")
+            found[path.name] = _read(path)
         if not found and registry.FIDELITY in registry.expand(self.tasks):
             found = {kind: make() for kind, make in (texts.KINDS | texts.UNMARKED).items()}
         return registry.Source(
-            count=self.limit, seed=self.seed, data=self.data, texts=found, steps=self.steps
-        )
+            count=self.limit, seed=self.seed, data=self.data, texts=found, steps=self.steps,
+            new_tokens=self.max_new_tokens,
+        )  # fmt: skip
 
     def places(self) -> Iterator[tuple[str, int]]:
         """Task and length of each place of the table; a task without lengths has one place."""
@@ -120,9 +129,22 @@ class Request:
         if source.texts:
             found["texts"] = {name: texts.digest(text) for name, text in source.texts.items()}
             found["steps"] = self.steps
+        if self.max_new_tokens is not None:
+            found["max_new_tokens"] = self.max_new_tokens
         if self.data is not None:
             found["data"] = _listing(self.data)
         return found
+
+
+def _check_out(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return  # making it says why it cannot be made
+    except OSError as error:
+        raise InputError(f"out {path} cannot be used ({error.strerror})") from error
+    if not stat.S_ISDIR(mode):
+        raise InputError(f"out {path} is a file: give a folder")
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,7 @@ from ...integrations.hf.recorder import end_tokens
 from ..baselines.export import export_model
 from ..baselines.run import BaselineAnswer, Job, answers, check_environment, find_python
 from ..methods import Method
-from ..tasks.answering import cut, sample_of
+from ..tasks.answering import cut, failed_sample, sample_of
 from ..tasks.base import Answer, AnswerTask, Sample
 
 EXPORTED = "model"  # in the result folder: a checkpoint that kvpress's transformers can read
@@ -63,13 +63,10 @@ def measure(
 def _sample(
     task: AnswerTask, loaded: Loaded, found: BaselineAnswer, method: Method, number: int, index: int
 ) -> Sample:
-    query = task.cases[number].queries[index]
     if found.error is not None:
-        return Sample(
-            task=task.name, length=task.length, method=method.name, number=number, query=index,
-            kind=query.kind, depth=query.depth, expected=query.expected, score=None,
-            error=found.error, seconds=found.seconds,
-        )  # fmt: skip
+        known = {"error": found.error, "seconds": found.seconds}
+        return failed_sample(task, method.name, number, index, **known)
+    query = task.cases[number].queries[index]
     text = cut(decode(loaded, list(found.tokens)), query.until)
     answer = Answer(found.tokens, text, found.logprobs)
     shares = {"kept_share": found.kept_share, "kv_bytes_share": found.kv_bytes_share}

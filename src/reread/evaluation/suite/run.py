@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...errors import InputError
 from ...integrations.hf.attach import attach
@@ -19,7 +21,7 @@ from ..tasks.base import Sample, Task
 from . import rivals
 from .request import Request
 from .speed import measure_speed, wanted_speed
-from .store import Folder
+from .store import Folder, Key
 
 NOTES = (
     "intervals: 95 %, by resampling samples, the same ones of both methods",
@@ -75,7 +77,7 @@ def evaluate(request: Request, report: Report | None = None) -> Folder:
         if others:
             folder.note(baselines=others)
         if request.retry_failed:
-            folder.forget([key for key, s in folder.samples.items() if s.error is not None])
+            folder.forget(_failed(folder, tasks, methods))
         work = {place: _missing(folder, task, methods) for place, task in tasks.items()}
         total = sum(one.samples for one in work.values())
         told("reading", 0, total)
@@ -147,6 +149,15 @@ def _merged(folder: Folder, skipped: Sequence[dict[str, Any]]) -> list[dict[str,
     return [*held, *(entry for entry in skipped if entry not in held)]
 
 
+def _failed(folder: Folder, tasks: Container[Place], methods: Sequence[Method]) -> list[Key]:
+    """Samples without a score that this run measures; others stay, or they would count as whole."""
+    names = {method.name for method in methods}
+    return [
+        key for key, sample in folder.samples.items()
+        if sample.score is None and sample.method in names and key[:2] in tasks
+    ]  # fmt: skip
+
+
 def _missing(folder: Folder, task: Task, methods: Sequence[Method]) -> Work:
     found = {}
     for number, queries in enumerate(task.queries):
@@ -172,7 +183,13 @@ def _samples(
         for number, methods in one.missing.items():
             ours = [method for method in methods if method.press is None]
             if ours:
-                yield from one.task.measure(number, ours, loaded)
+                try:
+                    yield from one.task.measure(number, ours, loaded)
+                except torch.OutOfMemoryError as error:
+                    what = f"{one.task.name} at {one.task.length} tokens"
+                    raise InputError(
+                        f"{what} does not fit the device's memory ({error})"
+                    ) from error
     if python is None:
         return
     for one in work.values():

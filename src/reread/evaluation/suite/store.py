@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ...errors import InputError
 from ...indexer.checkpoint import check_same, read_json, replace_whole, write_json
+from ..report.reading import check_run, check_sample, check_speed
 from ..tasks.base import Sample
 
 RUN, SAMPLES, SPEED = "run.json", "samples.jsonl", "speed.jsonl"
@@ -38,15 +42,20 @@ class Folder:
         self.path = path
         self.settings = dict(settings)
         held = read_json(path / RUN)
-        if held is None and (path / SAMPLES).exists():
+        self._held = copy.deepcopy(held)  # what is there changes with `run`
+        # an empty file is that of a run that ended while its model was loading
+        if held is None and (path / SAMPLES).exists() and (path / SAMPLES).stat().st_size:
             raise InputError(f"{path} has samples but no {RUN}: give another --out")
         if held is not None:
-            there = held.get("config")
-            if not isinstance(there, dict) or not isinstance(held.get("methods"), dict):
+            if not isinstance(held.get("config"), dict) or not isinstance(
+                held.get("methods"), dict
+            ):
                 raise InputError(f"{path / RUN} is no run of `reread eval`: give another --out")
+            held = check_run(path / RUN, held)
+            there = held["config"]
             known = {name: there[name] for name in settings if name in there}
             check_same(path, known, {name: settings[name] for name in known})
-            then = held.get("versions", {})
+            then = held["versions"]
             check_same(
                 path,
                 {name: then.get(name) for name in DECIDES},
@@ -101,6 +110,8 @@ class Folder:
             raise InputError(f"folder {self.path} cannot be written ({error.strerror})") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if read_json(self.path / RUN) != self._held:
+                raise InputError(f"another run has just changed {self.path}: try again")
             self.samples = {sample.key: sample for sample in self._read()}
         except BlockingIOError as error:
             self._file.close()
@@ -122,7 +133,8 @@ class Folder:
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             self._file.truncate(whole)
-        yield from parse_samples(self.path / SAMPLES, data[:whole].decode("utf-8"))
+        # bytes that are no UTF-8 cannot be JSON of ours; the line is named then
+        yield from parse_samples(self.path / SAMPLES, data[:whole].decode("utf-8", "replace"))
 
     def note(self, **values: Any) -> None:
         """Save what describes the run: methods, places, versions and so on.
@@ -132,7 +144,12 @@ class Folder:
         """
         methods = {**self.run["methods"], **values.pop("methods", {})}
         self.run |= {**values, "methods": methods}
-        write_json(self.path / RUN, self.run)
+        try:
+            write_json(self.path / RUN, self.run)
+        except InputError:
+            raise
+        except ValueError as error:  # a name that is no text, or a number that is none
+            raise InputError(f"{self.path / RUN} cannot be written ({error})") from error
 
     def speeds(self) -> list[dict[str, Any]]:
         """Lines of the speed file, without one that a kill left half written.
@@ -143,11 +160,14 @@ class Folder:
         path = self.path / SPEED
         if not path.is_file():
             return []
-        text = path.read_text(encoding="utf-8")
         try:
-            return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        except ValueError as error:
+            *whole, _ = path.read_text(encoding="utf-8").split("\n")
+            lines = [json.loads(line) for line in whole]
+            for number, line in enumerate(lines, 1):
+                check_speed(f"line {number}", line)
+        except (ValueError, RecursionError, OSError) as error:
             raise InputError(f"{path} cannot be read ({error}): remove it") from error
+        return lines
 
     def add_speed(self, line: Mapping[str, Any]) -> None:
         """Write the speed file anew with one more line.
@@ -156,7 +176,7 @@ class Folder:
             InputError: it cannot be written.
         """
         lines = [*self.speeds(), line]
-        text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in lines)
+        text = "".join(json.dumps(entry) + "\n" for entry in lines)
         replace_whole(self.path / SPEED, lambda to: _write(to, text))
 
     def add(self, sample: Sample) -> None:
@@ -166,7 +186,9 @@ class Folder:
             InputError: it cannot be written; the lines before it are whole.
         """
         assert self._file is not None, "use the folder as a context manager"
-        line = json.dumps(sample.to_dict(), ensure_ascii=False, allow_nan=False) + "\n"
+        sample = _numbers_only(sample)
+        # ASCII: whatever an answer is made of, half a character included, can be written
+        line = json.dumps(sample.to_dict(), allow_nan=False) + "\n"
         end = self._file.seek(0, os.SEEK_END)
         try:
             self._file.write(line.encode())
@@ -193,6 +215,15 @@ class Folder:
             del self.samples[key]
 
 
+def _numbers_only(sample: Sample) -> Sample:
+    """Without figures that are NaN or infinite; a score that is so failed."""
+    figures = {name: value for name, value in sample.figures.items() if math.isfinite(value)}
+    sample = dataclasses.replace(sample, figures=figures)
+    if sample.score is None or math.isfinite(sample.score):
+        return sample
+    return dataclasses.replace(sample, score=None, error=f"the score is {sample.score}")
+
+
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
@@ -203,10 +234,10 @@ def parse_samples(path: Path, text: str) -> Iterator[Sample]:
     Raises:
         InputError: names the line that is none.
     """
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
         try:
-            yield Sample.from_dict(json.loads(line))
-        except (ValueError, TypeError, AttributeError) as error:
+            yield check_sample("", json.loads(line))
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{path} line {number} is no sample ({error}): remove the line"
             ) from error

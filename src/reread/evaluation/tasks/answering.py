@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from ...config import Config
+from ...errors import ConfigError
 from ...integrations.hf.attach import attach
 from ...integrations.hf.cache import cache_keyword
 from ...integrations.hf.load import Loaded, quiet
@@ -25,6 +27,7 @@ from ..methods import Method
 from .base import Answer, AnswerTask, Case, Query, Sample
 
 PASS = 1024  # tokens of a pass over a context, about
+MARGIN = 4  # tokens that a character or a space at the edge of a window may hang on
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,14 @@ class Answering:
         readings: dict[object, DynamicCache] = {}
         tokens = len(case.context) + min(len(query.ids) for query in case.queries)
         for method in methods:
-            config = method.at(tokens)
+            try:
+                config = method.at(tokens)
+            except ConfigError as error:  # a share of a case much shorter than the length
+                yield from (
+                    failed_sample(self.task, method.name, number, index, error=str(error))
+                    for index in range(len(case.queries))
+                )
+                continue
             with attach(loaded.model, config, tokenizer=loaded.tokenizer) as session, quiet():
                 way = _way(config)
                 if way not in readings:
@@ -105,6 +115,15 @@ def sample_of(
         task=task.name, length=task.length, method=method, number=number, query=index,
         kind=query.kind, depth=query.depth, expected=query.expected, answer=said,
         score=task.score(query, answer), **known,
+    )  # fmt: skip
+
+
+def failed_sample(task: AnswerTask, method: str, number: int, index: int, **known: Any) -> Sample:
+    """The line of a question without an answer."""
+    query = task.cases[number].queries[index]
+    return Sample(
+        task=task.name, length=task.length, method=method, number=number, query=index,
+        kind=query.kind, depth=query.depth, expected=query.expected, score=None, **known,
     )  # fmt: skip
 
 
@@ -146,7 +165,7 @@ def respond(
 ) -> Answer:
     """Answer one question; the cache holds the context before and after."""
     before = len(case.context)
-    own = cache if _croppable(cache) else fork(cache)
+    own = cache if _reusable(cache, session) else fork(cache)
     try:
         if query.choices:
             return _choose(loaded.model, session, own, query)
@@ -156,8 +175,11 @@ def respond(
             cache.crop(-extra)
 
 
-def _croppable(cache: DynamicCache) -> bool:
-    """Whether all layers hold every token, so that the newest can be taken away again."""
+def _reusable(cache: DynamicCache, session: Session) -> bool:
+    """Whether the newest tokens can be taken away again: all layers hold every token, and no fast
+    step needs the last queries before the question, which a crop forgets."""
+    if not session.config.triggers.first_step:
+        return False
     return all(
         hasattr(layer, "keys") and not getattr(layer, "is_sliding", False) for layer in cache.layers
     )
@@ -171,15 +193,32 @@ def _greedy(loaded: Loaded, cache: DynamicCache, case: Case, query: Query) -> An
         attention_mask=torch.ones_like(ids),
         max_new_tokens=query.new_tokens,
         do_sample=False,
-        **(
-            {"stop_strings": list(query.until), "tokenizer": loaded.tokenizer}
-            if query.until
-            else {}
-        ),
+        stopping_criteria=StoppingCriteriaList([_Until(loaded, ids.shape[1], query.until)]),
         **{cache_keyword(model): cache},
     )
     tokens = out[0, ids.shape[1] :].tolist()
     return Answer(tuple(tokens), cut(decode(loaded, tokens), query.until))
+
+
+class _Until(StoppingCriteria):
+    """Stops where an answer has said one of some strings.
+
+    transformers' own `stop_strings` needs a tokenizer whose tokens join to text, which one of words
+    is not.
+    """
+
+    def __init__(self, loaded: Loaded, prompt: int, until: Sequence[str]) -> None:
+        self._loaded, self._prompt, self._until = loaded, prompt, until
+        # no token of text is shorter than a byte
+        self._window = max((len(stop.encode()) for stop in until), default=0) + MARGIN
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        said = False
+        if self._until:
+            tokens = input_ids[0, max(self._prompt, input_ids.shape[1] - self._window) :]
+            text = decode(self._loaded, tokens.tolist())
+            said = any(stop in text for stop in self._until)
+        return torch.full((input_ids.shape[0],), said, device=input_ids.device)
 
 
 def cut(text: str, until: Sequence[str]) -> str:
@@ -196,7 +235,7 @@ def _choose(model: Any, session: Session, cache: DynamicCache, query: Query) -> 
         model(row, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
     begin, found = cache.get_seq_length(), []
     for choice in query.choices:
-        own = cache if _croppable(cache) else fork(cache)
+        own = cache if _reusable(cache, session) else fork(cache)
         with session.decoding():
             found.append(continuation_logprob(model, own, query.ids[-1], choice))
         if own is cache:
@@ -206,4 +245,6 @@ def _choose(model: Any, session: Session, cache: DynamicCache, query: Query) -> 
 
 def _way(config: Config) -> object:
     """What of a config decides the cache after reading."""
-    return config.prefill, config.indexer_folder if config.uses_indexer else None
+    indexer = config.indexer_folder if config.uses_indexer else None
+    tail = None if config.triggers.first_step else config.selector.tail_queries
+    return config.prefill, indexer, tail

@@ -23,13 +23,16 @@ class Prompts:
         shots: examples before the question.
         tokens: of prompt and answer, at most.
         cut: take the middle out of longer prompts; False: skip them.
+        new_tokens: of a generated answer; None: as the task says.
 
     Attributes:
         skipped, truncated: documents so far.
         metric: the task's first.
     """
 
-    def __init__(self, tokenizer: Any, task: Any, shots: int, tokens: int, cut: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, task: Any, shots: int, tokens: int, cut: bool, new_tokens: int | None
+    ) -> None:
         self.tokenizer = tokenizer
         self.task = task
         self.shots = shots
@@ -40,7 +43,8 @@ class Prompts:
         self.metric: str = task.config.metric_list[0]["metric"]
         self.chooses = task.OUTPUT_TYPE == "multiple_choice"
         options = dict(task.config.generation_kwargs or {})
-        self.new_tokens = 0 if self.chooses else int(options.get("max_gen_toks", NEW_TOKENS))
+        most = new_tokens or int(options.get("max_gen_toks", NEW_TOKENS))
+        self.new_tokens = 0 if self.chooses else most
         until = options.get("until") or []
         self.until = tuple([until] if isinstance(until, str) else until)
         subset = str(task.config.dataset_name).removesuffix("_e")

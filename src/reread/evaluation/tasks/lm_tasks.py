@@ -163,13 +163,15 @@ def _filtered(task: Any, doc: Any, text: str) -> Any:
 
 
 def make(
-    tokenizer: Any, name: str, *, tokens: int, count: int, seed: int, data: Path | None
-) -> LmTask:
+    tokenizer: Any, name: str, *, tokens: int, count: int, seed: int, data: Path | None,
+    new_tokens: int | None = None,
+) -> LmTask:  # fmt: skip
     """The task `name` with at most `count` samples, drawn by `seed`; sample i is the same for every
     `count`.
 
     Args:
         tokens: prompt and answer have at most so many.
+        new_tokens: of a generated answer; None: as the task says.
 
     Raises:
         InputError: an unknown task or a group, data that are missing or do not fit the task, or no
@@ -184,7 +186,7 @@ def make(
     with quiet_lm_eval(), seeded(f"{name} {seed}"):
         task = _load(name, family, data)
         task.set_fewshot_seed(seed)
-        prompts = Prompts(tokenizer, task, _shots(name), tokens, family.cut)
+        prompts = Prompts(tokenizer, task, _shots(name), tokens, family.cut, new_tokens)
         total = len(task.task_docs)
         order = random.sample(range(total), total)
         cases = _cases(prompts, name, order, count)

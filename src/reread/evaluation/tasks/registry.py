@@ -38,6 +38,7 @@ class Source:
         count: cases of each task and length.
         data: folder with local copies of data sets; None: from the hub.
         texts: name -> text, for fidelity; steps: of fidelity, teacher-forced.
+        new_tokens: of lm-eval's generated answers; None: as each task says.
     """
 
     count: int
@@ -45,6 +46,7 @@ class Source:
     data: Path | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
     steps: int = 128
+    new_tokens: int | None = None
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:
@@ -123,5 +125,7 @@ def make_task(tokenizer: Any, name: str, tokens: int, source: Source) -> Task:
         return Answering(needle_task.make(tokenizer, **how))
     if name == english.NAME:
         return Answering(english.make(tokenizer, **how))
-    made = ruler_lm if name in ruler_lm.TASKS else lm_tasks
-    return Answering(made.make(tokenizer, name, **how, data=source.data))
+    if name in ruler_lm.TASKS:
+        return Answering(ruler_lm.make(tokenizer, name, **how, data=source.data))
+    made = lm_tasks.make(tokenizer, name, **how, data=source.data, new_tokens=source.new_tokens)
+    return Answering(made)
