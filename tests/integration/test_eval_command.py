@@ -280,3 +280,13 @@ def test_on_a_gpu_the_indexers_rows_run_fused_kernels_and_are_timed(
         wanted = {"dense": DENSE, "oracle": REFERENCE, "indexer": FUSED}[row["chooser"]]
         assert row["path"] == wanted, row["variant"]
         assert (row["ttft_s"] is not None) == (row["chooser"] != "oracle")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "done", "total", "said"),
+    [(10, 1, 4, "30 s"), (60, 1, 2, "60 s"), (60, 1, 3, "2 min"), (100, 10, 100, "15 min")],
+)
+def test_the_time_left(seconds: float, done: int, total: int, said: str) -> None:
+    from reread.cli.evaluate import time_left
+
+    assert time_left(seconds, done, total) == said

@@ -215,16 +215,18 @@ def _gap_cells(gap: Any) -> tuple[str, str, str]:
 
 @contextmanager
 def progress(console: Console, unit: str) -> "Iterator[Report]":
-    """A bar with the time left on a terminal, else a line every ten seconds and at the end."""
+    """What is done and the time left: a bar on a terminal, else a line every ten seconds and at the
+    end."""
     if not console.is_terminal:
-        last = time.monotonic()
+        began = last = time.monotonic()
 
         def line(name: str, done: int, total: int) -> None:
             nonlocal last
             now = time.monotonic()
             if done >= total or now - last >= LINE_EVERY_S:
                 last = now
-                console.print(f"{name}: {done}/{total} {unit}")
+                left = f", about {time_left(now - began, done, total)} left" if done else ""
+                console.print(f"{name}: {done}/{total} {unit}{left if done < total else ''}")
 
         yield line
         return
@@ -234,6 +236,12 @@ def progress(console: Console, unit: str) -> "Iterator[Report]":
         yield lambda name, done, total: bars.update(
             task, description=name, completed=done, total=total
         )
+
+
+def time_left(seconds: float, done: int, total: int) -> str:
+    """ "90 s" or "12 min", if what is left takes as long as what was done."""
+    left = seconds / done * (total - done)
+    return f"{left:.0f} s" if left < 2 * 60 else f"{left / 60:.0f} min"
 
 
 def mass_command(options: MassOptions) -> None:
