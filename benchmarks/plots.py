@@ -11,7 +11,8 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from benchmarks.readme import gpu_rows, size
+from benchmarks.readme_gpu import gpu_rows
+from benchmarks.readme_parts import size
 
 TARGET = Path(__file__).parent.parent / "docs" / "decode_h200.svg"
 SHAPE, BATCH = "qwen3-4b", 4

@@ -16,12 +16,13 @@ from reread.evaluation.methods import parse_methods
 from reread.evaluation.report import write_report
 from reread.evaluation.suite.request import Request
 from reread.evaluation.suite.store import RUN, SAMPLES, SPEED, Folder
-from reread.evaluation.tasks import needle_task
+from reread.evaluation.tasks import english, needle_task
 from reread.evaluation.tasks.answering import Answering
 from reread.evaluation.tasks.base import Answer, Case, Query, Sample
+from reread.evaluation.tasks.registry import load_for
 from reread.integrations.hf.load import Loaded
 
-from . import needle_checkpoint
+from . import needle_checkpoint, tiny_checkpoint
 from .report_folder import write_folder
 
 SETTINGS = {"model": "m", "seed": 0}
@@ -157,6 +158,16 @@ def test_two_texts_of_one_name(tmp_path: Path) -> None:
         request(tmp_path, texts=files).source()
 
 
+def test_baselines_alone_on_text_alone(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="baselines answer questions"):
+        request(tmp_path, methods="snapkv@3%,think").check()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text", encoding="utf-8-sig")
+    assert request(tmp_path, texts=(tmp_path / "x.txt",)).source().texts == {"x.txt": "text"}
+
+
 # -- the report
 
 
@@ -250,3 +261,27 @@ def test_a_mark_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text("{")
     with pytest.raises(InputError, match=MARK):
         export_model(tiny(), tmp_path)
+
+
+def test_settings_of_the_checkpoint_do_not_change_greedy_answers(tmp_path: Path) -> None:
+    """Baselines take the most likely token, so ours may not have penalties or beams either."""
+    folder = str(needle_checkpoint.save(tmp_path))
+    plain = load_for(["needle"], folder, dtype="auto", device="cpu")
+    config = {"repetition_penalty": 5.0, "num_beams": 3, "eos_token_id": 7, "pad_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    other = load_for(["needle"], folder, dtype="auto", device="cpu")
+    assert other.model.generation_config.eos_token_id == 7
+    task = Answering(needle_task.make(plain.tokenizer, tokens=660, count=1, seed=3))
+    found = (task.measure(0, parse_methods("dense"), loaded) for loaded in (plain, other))
+    expected, answers = ([sample.answer for sample in samples] for samples in found)
+    assert answers == expected
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{{ messages }}{{ messages }}"]
+)
+def test_a_chat_template_that_does_not_fit(template: str) -> None:
+    tokenizer = tiny_checkpoint.tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match="chat template"):
+        english.make(tokenizer, tokens=3000, count=1, seed=0)

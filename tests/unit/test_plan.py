@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.readme import load
+from benchmarks.readme_parts import load
 from reread import Config, TriggerConfig
 from reread.errors import ConfigError, InputError
 from reread.hardware import GPUS, Calibration

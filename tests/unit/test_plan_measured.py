@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.readme import load
+from benchmarks.readme_parts import load
 from reread import Config
 from reread.hardware import CALIBRATION
 from reread.planner import plan

@@ -129,7 +129,7 @@ def run_command(options: RunOptions) -> None:
     if options.as_json:
         print_json({**folder.run, "lines": [as_dict(line) for line in summary.lines]})
         return
-    out = Console(file=sys.stdout, highlight=False)
+    out = Console(file=sys.stdout, highlight=False, markup=False)  # text of others
     for table in tables(summary):
         out.print(table)
     for failure in failures(summary.lines):

@@ -23,8 +23,9 @@ LINE_EVERY_S = 10.0  # without a terminal, progress is a line this often
 
 
 def make_console() -> Console:
-    """A console on stderr as it is now: loading replaces `sys.stderr` for a while."""
-    return Console(file=sys.stderr, highlight=False)
+    """A console on stderr as it is now: loading replaces `sys.stderr` for a while. What it prints
+    may be text of others, so that brackets mean nothing."""
+    return Console(file=sys.stderr, highlight=False, markup=False)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

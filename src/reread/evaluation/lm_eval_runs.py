@@ -111,8 +111,9 @@ class Reader:
         self.chunk = chunk
         self.totals = totals
         self.config = self.model.config.get_text_config(decoder=True)
-        # other layers' caches cannot be cut back
-        self.again = len(sparse_layers(self.config)) == self.config.num_hidden_layers
+        # other layers' caches cannot be cut back, and a crop forgets what a first fast step needs
+        whole = len(sparse_layers(self.config)) == self.config.num_hidden_layers
+        self.again = whole and session.config.triggers.first_step
         self.context: list[int] = []
         self.cache = DynamicCache(config=self.config)
 

@@ -116,9 +116,8 @@ def check_environment(python: Path) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"baselines: {python} does not run ({error}): {HOW}") from error
     if done.returncode:
-        raise InputError(
-            f"baselines: {python} has no working kvpress ({_last(done.stderr)}): {HOW}"
-        )
+        why = _last(done.stderr.strip().rpartition("\n")[2]) or f"exit status {done.returncode}"
+        raise InputError(f"baselines: {python} has no working kvpress ({why}): {HOW}")
     versions: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return versions
 

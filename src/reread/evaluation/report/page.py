@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -48,8 +49,10 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InputError(f"{target} cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):  # what cannot be removed was never made
+            partial.unlink(missing_ok=True)
     return target
 
 

@@ -74,6 +74,8 @@ class Request:
             Indexer.load(self.indexer)
         folder = None if self.indexer is None else str(self.indexer)
         methods = parse_methods(self.methods, folder)
+        if names == (registry.FIDELITY,) and all(method.config is None for method in methods):
+            raise InputError("baselines answer questions, and task 'fidelity' has none: add a task")
         for length in self.lengths:
             for method in methods:
                 if method.config is not None:
@@ -149,7 +151,7 @@ def _check_out(path: Path) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise InputError(f"text {path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -24,7 +24,9 @@ from .speed import measure_speed, wanted_speed
 from .store import Folder, Key
 
 NOTES = (
-    "intervals: 95 %, by resampling samples, the same ones of both methods",
+    "greedy decoding; penalties and the like in the checkpoint's generation_config do not count",
+    "intervals: 95 %, by resampling samples, the same ones of both methods; questions about one text "
+    "count as independent, so that few texts make intervals too narrow",
     "baselines evict for good and choose with the whole prompt in sight, the question included; "
     "our methods skip reads and keep the memory",
 )
@@ -130,11 +132,19 @@ def _places(folder: Folder, tasks: Mapping[Place, Task]) -> list[dict[str, Any]]
     found = {(held["task"], held["length"]): held for held in folder.run["places"]}
     for (name, length), task in tasks.items():
         place = {"task": name, "length": length, "samples": sum(task.queries)}
+        digest = getattr(task, "digest", None)
+        if digest is not None:
+            place["digest"] = digest
         there = found.setdefault((name, length), place)
-        if there != place:
+        if there["samples"] != place["samples"]:
             raise InputError(
                 f"{folder.path} has {there['samples']} samples of {name} at {length} tokens, this "
                 f"run {place['samples']}: give another --out"
+            )
+        if there.get("digest", digest) != digest:
+            raise InputError(
+                f"{folder.path} has other samples of {name} at {length} tokens (of other data?): "
+                "give another --out"
             )
     return list(found.values())
 

@@ -40,11 +40,15 @@ def measure_speed(
 
     Arms take turns within a round, so that a machine that slows down slows all of them.
     """
+    text = loaded.model.config.get_text_config(decoder=True)
+    room = (getattr(text, "max_position_embeddings", None) or 1 << 40) - NEW_TOKENS
     prompts: dict[int, list[int]] = {}
     for (_, length), task in tasks.items():
         if isinstance(task, Answering) and length not in prompts:
             case = task.task.cases[0]
-            prompts[length] = [*case.context, *case.queries[0].ids]
+            ids = [*case.context, *case.queries[0].ids]
+            if room > 0:
+                prompts[length] = ids[:room]
     held = {(line["method"], line["length"]) for line in folder.speeds()}
     arms = {m.name: m for m in methods if m.config is not None}
     for length, ids in prompts.items():

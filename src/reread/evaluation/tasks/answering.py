@@ -3,6 +3,8 @@ read it in the same way."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +53,15 @@ class Answering:
     @property
     def queries(self) -> Sequence[int]:
         return [len(case.queries) for case in self.task.cases]
+
+    @property
+    def digest(self) -> str:
+        """Short SHA-256 of what is asked: other data have another one."""
+        digest = hashlib.sha256()
+        for case in self.task.cases:
+            asked = [(query.ids, query.choices, query.new_tokens) for query in case.queries]
+            digest.update(json.dumps([case.context, asked]).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def skipped(self) -> list[dict[str, Any]]:

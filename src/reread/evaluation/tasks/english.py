@@ -141,8 +141,7 @@ def _case(tokenizer: Any, sentences: Sequence[str], questions: Sequence[_Questio
     with quiet_loading():
         if getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": body + mark}]
-            whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            before, after = whole.split(mark)
+            before, after = _around(tokenizer, turns, mark)
             context = tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
         else:
             after = "\n"
@@ -158,6 +157,18 @@ def _case(tokenizer: Any, sentences: Sequence[str], questions: Sequence[_Questio
                 )
             )
     return Case(tuple(context), tuple(queries))
+
+
+def _around(tokenizer: Any, turns: list[dict[str, str]], mark: str) -> tuple[str, str]:
+    """What the chat template writes before and after the mark."""
+    try:
+        whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        before, after = whole.split(mark)
+    except Exception as error:  # a template raises whatever its author wrote
+        raise InputError(
+            f"task {NAME!r}: the chat template does not take a user's turn as it is ({error})"
+        ) from error
+    return before, after
 
 
 def _words(text: str) -> list[str]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from ...errors import InputError
 from ...integrations.hf.load import Loaded, load, load_tokenizer
 from . import english, fidelity_task, lm_tasks, needle_task, ruler_lm, vision
@@ -88,14 +90,19 @@ def needs_vision(names: Sequence[str]) -> bool:
 
 
 def load_for(names: Sequence[str], model: str, *, dtype: str, device: str) -> Loaded:
-    """The checkpoint, as its tasks need it.
+    """The checkpoint, as its tasks need it. Of its own settings for answers only the special tokens
+    stay: penalties and beams would be ours alone, baselines take the most likely token.
 
     Raises:
         InputError: see `load`.
     """
-    if needs_vision(names):
-        return vision.load_vision(model, dtype=dtype, device=device)
-    return load(model, dtype=dtype, device=device)
+    make = vision.load_vision if needs_vision(names) else load
+    loaded = make(model, dtype=dtype, device=device)
+    own = loaded.model.generation_config
+    loaded.model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
+    return loaded
 
 
 def tokenizer_for(names: Sequence[str], model: str) -> Any:

@@ -1,0 +1,152 @@
+"""The README's tables of what was measured on a GPU, from their result files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common import RESULTS
+from benchmarks.readme_parts import load, size, table
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """Every cell's newest measurement of whole decode steps, with the overlap that users get."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for name in ("gpu_decode", "gpu_decode_apart"):
+        if not (RESULTS / f"{name}.json").is_file():
+            continue  # the second is gone once the first was measured anew
+        result = load(name)
+        for row in result["decode"]["rows"]:
+            overlap = next(o for o in ("rows", "refresh") if o in row["slow_fast"])
+            key = row["shape"], row["rows"], row["context"]
+            found[key] = {**row, "ours": row["slow_fast"][overlap], "commit": result["commit"][:7]}
+    return list(found.values())
+
+
+def gpu_decode() -> str:
+    """Whole decode steps by cell, at four rates of slow steps."""
+    gaps = {"20": "1 in 20", "9": "1 in 9", "6.8": "1 in 6.8", "6": "1 in 6"}
+    head = (
+        "model, batch × context", "fastest dense, ms", "fast step, ms", "not attention, ms",
+        *(f"× at {words}" for words in gaps.values()), "roofline, dense / 1 in 20", "commit",
+    )  # fmt: skip
+    rows = []
+    for row in gpu_rows():
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        bare = next(arm["bare_ms"] for arm in row["dense"] if "bare_ms" in arm)
+        ours = row["ours"]
+        rows.append(
+            (
+                f"{row['shape']}, {row['rows']} × {size(row['context'])}",
+                f"{dense['ms']:.2f} ({dense['arm']})",
+                f"{ours['fast']['ms']:.2f}",
+                f"{bare:.2f}",
+                *(f"{ours[f'1/{gap}']['speedup']:.2f}" for gap in gaps),
+                f"{dense['roofline']:.2f} / {ours['1/20']['roofline']:.2f}",
+                row["commit"],
+            )
+        )
+    return table(head, rows)
+
+
+def gpu_kernels() -> str:
+    """Sparse attention over the fastest dense attention, by share of keys; and the refresh."""
+    records = load("gpu_kernels")["records"]
+    head = ("rows × keys", "fastest dense, µs", "share of keys", "sparse, µs", "×", "roofline")
+    rows = []
+    shapes = sorted({(r["rows"], r["length"]) for r in records}, reverse=True)
+    for batch, length in shapes:
+        here = [r for r in records if (r["rows"], r["length"]) == (batch, length)]
+        dense = min(r["us"] for r in here if r["kernel"] == "dense")
+        for r in here:
+            if r["kernel"] == "sparse" and r["run"] == 32:
+                rows.append(
+                    (
+                        f"{batch} × {size(length)}",
+                        f"{dense:.0f}",
+                        f"{r['keys'] / length:.1%}",
+                        f"{r['us']:.1f}",
+                        f"{r['speedup']:.1f}",
+                        f"{r['roofline']:.2f}",
+                    )
+                )
+    return table(head, rows)
+
+
+def gpu_refresh() -> str:
+    """What choosing again costs beside dense attention."""
+    head = ("rows × keys", "K", "evidence and Selector, µs", "share of the dense attention")
+    rows = [
+        (
+            f"{r['rows']} × {size(r['length'])}",
+            str(r["k"]),
+            f"{r['refresh_us']:.0f}",
+            f"{r['share_of_dense']:.2f}",
+        )
+        for r in load("gpu_kernels")["records"]
+        if r["kernel"] == "refresh"
+    ]
+    return table(head, rows)
+
+
+def needle_gpu() -> str:
+    """Share of answer words right by length and kind of question, bfloat16 on a GPU."""
+    kinds = ("code", "note", "chain")
+    head = ("variant, tokens", *kinds, "keys of a fast step", "slow steps", "keys read in all")
+    rows = [
+        (
+            f"{row['variant']}, {round(row['tokens'] / 1024)}K",
+            *(f"{row[kind]:.2f}" for kind in kinds),
+            f"{row['fast_keys_share']:.1%}" if row["slow_rate"] else "100%",
+            f"{row['slow_rate']:.2f}",
+            f"{row['keys_read_share']:.2f}",
+        )
+        for row in load("needle_gpu")["rows"]
+    ]
+    return table(head, rows)
+
+
+def gpu_prefill() -> str:
+    """One layer's prefill attention against the fastest dense arm, and its parts."""
+    head = (
+        "tokens", "dense, ms", "sparse, ms", "×", "index scores", "top-k", "attention",
+        "keys read", "roofline, dense / sparse",
+    )  # fmt: skip
+    rows = []
+    for row in load("gpu_prefill")["layer"]["layer"]:
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        ours, parts = row["sparse"], row["sparse"]["parts"]
+        names = ("index_scores_ms", "top_k_ms", "attention_ms")
+        rows.append(
+            (
+                size(row["context"]),
+                f"{dense['ms']:.1f} ({dense['arm']})",
+                f"{ours['ms']:.2f}",
+                f"{row['speedup']:.1f}",
+                *(f"{parts[name]:.2f}" for name in names),
+                f"{ours['share_read']:.1%}",
+                f"{dense['share_of_matmul']:.2f} / {ours['share_of_floor']:.2f}",
+            )
+        )
+    return table(head, rows)
+
+
+def gpu_ttft() -> str:
+    """Time to the first token, and where the sparse arm's goes."""
+    head = ("tokens", "dense, ms", "sparse, ms", "×", "choice", "attention", "rest", "no attention")
+    rows = []
+    for row in load("gpu_prefill")["ttft-4b"]["ttft"]:
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        parts = row["sparse"]["parts"]
+        rows.append(
+            (
+                size(row["context"]),
+                f"{dense['ms']:.0f} ({dense['arm']})",
+                f"{row['sparse']['ms']:.0f}",
+                f"{row['speedup']:.2f}",
+                f"{parts['projections_ms'] + parts['selection_ms']:.0f}",
+                f"{parts['attention_ms']:.0f}",
+                f"{parts['rest_ms']:.0f}",
+                f"{row['no_attention']['ms']:.0f}",
+            )
+        )
+    return table(head, rows)
