@@ -25,8 +25,8 @@ from .store import Folder, Key
 
 NOTES = (
     "greedy decoding; penalties and the like in the checkpoint's generation_config do not count",
-    "intervals: 95 %, by resampling samples, the same ones of both methods; questions about one text "
-    "count as independent, so that few texts make intervals too narrow",
+    "intervals: 95 %, by resampling samples, the same ones of both methods; questions about one "
+    "text count as independent, so that few texts make intervals too narrow",
     "baselines evict for good and choose with the whole prompt in sight, the question included; "
     "our methods skip reads and keep the memory",
 )
