@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..evaluation.suite.request import Request
 
 RUN = "run"
+WIDE = 160  # characters of a line that goes to no terminal
 
 
 class RunByDefault(TyperGroup):
@@ -129,7 +130,9 @@ def run_command(options: RunOptions) -> None:
     if options.as_json:
         print_json({**folder.run, "lines": [as_dict(line) for line in summary.lines]})
         return
-    out = Console(file=sys.stdout, highlight=False, markup=False)  # text of others
+    # a file has no width of its own
+    wide = None if sys.stdout.isatty() else WIDE
+    out = Console(file=sys.stdout, highlight=False, width=wide, markup=False)  # text of others
     for table in tables(summary):
         out.print(table)
     for failure in failures(summary.lines):

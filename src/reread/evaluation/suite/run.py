@@ -82,6 +82,9 @@ def evaluate(request: Request, report: Report | None = None) -> Folder:
             folder.forget(_failed(folder, tasks, methods))
         work = {place: _missing(folder, task, methods) for place, task in tasks.items()}
         total = sum(one.samples for one in work.values())
+        if total:
+            commits = [*folder.run.get("commits", []), folder.run["commit"]]
+            folder.note(commits=list(dict.fromkeys(commits)))
         told("reading", 0, total)
         for done, sample in enumerate(_samples(request, work, loaded, python), 1):
             folder.add(sample)
