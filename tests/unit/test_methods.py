@@ -68,7 +68,7 @@ def test_an_indexer_goes_where_it_is_used() -> None:
         ("snapkv@nan%", "no share"),
         ("snapkv:k=3", "takes a share"),
         ("default:k", "key=value"),
-        ("dense@3%", "reads every key"),
+        ("dense@3%", "this one reads every key"),
         ("indexer", "--indexer"),
         ("prefill", "--indexer"),
     ],

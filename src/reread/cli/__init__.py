@@ -38,8 +38,8 @@ bench.command("prefill")(command(prefill_command, PrefillOptions))
 app.add_typer(bench, name="bench")
 evaluate = typer.Typer(
     cls=RunByDefault,
-    help="Compare methods on tasks (reread eval --model ...), or measure what sparse prefill "
-    "costs.",
+    help="Compare methods on tasks (reread eval --model ..., options: reread eval run --help), or "
+    "measure what sparse prefill costs.",
     no_args_is_help=True,
 )
 evaluate.command("run")(command(run_command, RunOptions))

@@ -114,7 +114,9 @@ def _parse(name: str, indexer: str | None) -> Method:
         where = "prefill.indexer" if config.mode != "indexed" else "indexer"
         config = config.updated({where: indexer})
     if share is not None and config.mode == "dense":
-        raise InputError(f"method {name!r}: dense decoding reads every key")
+        raise InputError(
+            f"method {name!r}: a share is of the keys of decode steps, and this one reads every key"
+        )
     return Method(name, config, share)
 
 
