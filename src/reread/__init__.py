@@ -13,7 +13,7 @@ from .errors import ConfigError, InputError, NumericalError, RereadError, Unsupp
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from .generate import Output, generate
+    from .generation import Output, generate
     from .integrations.hf.attach import attach
     from .integrations.hf.session import Session
 
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Output": "generate",
+    "Output": "generation",
     "Session": "integrations.hf.session",
     "attach": "integrations.hf.attach",
-    "generate": "generate",
+    "generate": "generation",
 }
 
 

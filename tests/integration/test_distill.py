@@ -332,7 +332,10 @@ def test_the_command_prints_a_table_or_json(request_: Request, tmp_path: Path) -
     assert "nothing was done" in again.stderr
 
 
-def test_the_command_tells_bad_input_in_one_line(request_: Request, tmp_path: Path) -> None:
+def test_the_command_tells_bad_input_in_one_line(
+    request_: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
     runner = CliRunner()
     for changed, said in (
         (replace(request_, width=5), "width=5"),

@@ -414,12 +414,24 @@ def state():
 before = state()
 import reread
 reread.attach, reread.generate, reread.Config(), reread.Session, reread.Output
-import reread.generate, reread.integrations.hf.attach, reread.integrations.hf.session
+import reread.generation, reread.integrations.hf.attach, reread.integrations.hf.session
 print(json.dumps(state() == before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "true"
+
+
+def test_no_module_stands_in_the_way_of_a_name() -> None:
+    code = """
+import importlib, pkgutil, types, reread
+for found in pkgutil.iter_modules(reread.__path__):
+    if not found.name.startswith("_"):
+        importlib.import_module(f"reread.{found.name}")
+print([name for name in reread.__all__ if isinstance(getattr(reread, name), types.ModuleType)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_import_alone_does_not_load_transformers() -> None:

@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 import reread
 from reread import Config, SparsePrefill
-from reread.evaluation import forced, needle
+from reread.evaluation import needle
+from reread.evaluation.gaps import forced
 from reread.integrations.hf.load import load
 
 from . import tiny

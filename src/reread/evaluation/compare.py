@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import Config
 from ..errors import InputError
-from ..generate import generate
+from ..generation import generate
 from ..integrations.hf.load import Loaded, quiet
 from ..integrations.hf.prompt import TokenStream, check_length, decode
 from ..stats import Stats

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...config import Config
-from ...generate import generate
+from ...generation import generate
 from ...integrations.hf.load import Loaded, quiet
 from ...stats import Stats
 from ..methods import Method
