@@ -19,7 +19,8 @@ class TriggerConfig:
         t_max: at the latest every `t_max` steps; 1 makes every step slow, None switches the
             interval off.
         t_min: boundary and uncertainty make a step slow only `t_min` steps after the last slow
-            one; 1 makes every one of them count. Ends of lines and sentences often come in pairs.
+            one, an answer's first step aside; 1 makes every one of them count. Ends of lines and
+            sentences often come in pairs.
         uncertainty: entropy of the previous step's output distribution above this many nats; None
             switches it off.
         first_step: the first decode step after a prefill is slow; otherwise it uses what the

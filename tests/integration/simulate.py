@@ -159,7 +159,7 @@ def _next_kind(config: Config, sim: Simulation, length: int, has_tail: bool) -> 
     since = step - (slow_at[-1] if slow_at else -1)
     if t.t_max is not None and since >= t.t_max:
         return "slow"
-    if since < t.t_min:
+    if slow_at and slow_at[-1] > 0 and since < t.t_min:
         return "fast"
     if t.boundary and sim.tokens[-1] in tiny.BOUNDARY_IDS:
         return "slow"

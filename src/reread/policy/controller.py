@@ -19,6 +19,7 @@ class RowState:
 
     fresh: bool = True  # no decode step since the last prefill
     since_slow: int = 0  # steps since the last slow one
+    resting: bool = False  # whether a boundary has to wait for t_min steps after it
     uncertain: bool = False  # the previous step's output was above the uncertainty threshold
 
 
@@ -43,6 +44,7 @@ class Controller:
         longer holds."""
         for row in self.rows:
             row.fresh, row.since_slow, row.uncertain = True, 0, False
+            row.resting = False
 
     def plan(
         self, tokens: Sequence[int] | None, keys: Sequence[int], has_selection: Sequence[bool]
@@ -74,7 +76,7 @@ class Controller:
             return "first"
         if triggers.t_max is not None and row.since_slow + 1 >= triggers.t_max:
             return "interval"
-        if row.since_slow + 1 < triggers.t_min:
+        if row.resting and row.since_slow + 1 < triggers.t_min:
             return ""
         if (
             triggers.boundary
@@ -93,6 +95,8 @@ class Controller:
             row.since_slow += 1
             return StepKind.FAST
         row.since_slow = 0
+        # an answer's first step is slow wherever its sentence stands, so the next end still counts
+        row.resting = reason != "first"
         self.reasons[reason] += 1
         # where every step chooses, a slow one reads everything and chooses nothing
         return StepKind.FULL if self.config.mode in AFRESH else StepKind.SLOW
