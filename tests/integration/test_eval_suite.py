@@ -302,6 +302,7 @@ def test_speed_is_measured_where_it_is_asked_for(model: str, tmp_path: Path) -> 
         ({"--limit": "0"}, "limit=0"),
         ({"--seed": "-1"}, "seed=-1"),
         ({"--speed": "fast"}, "speed='fast'"),
+        ({"--speed": "on", "--tasks": "fidelity"}, "speed='on' needs a prompt"),
         ({"--data": "nowhere"}, "data folder nowhere is not there"),
         ({"--indexer": "nowhere"}, "nowhere"),
         ({"--text": "nowhere.txt"}, "for task 'fidelity' alone"),

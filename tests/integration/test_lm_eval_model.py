@@ -256,3 +256,14 @@ def test_requests_that_do_not_fit_are_refused(folder: Path) -> None:
     given = asked("generate_until", ("a", {"max_gen_toks": 40}))
     with pytest.raises(InputError, match="leaves no room"):
         ours.generate_until(given, disable_tqdm=True)
+
+
+def test_the_command_tells_a_missing_lm_eval_in_one_line() -> None:
+    code = (
+        "import sys; sys.modules['lm_eval'] = None; "
+        "from reread.cli.lm_eval import main; sys.argv = ['reread-lm-eval']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: lm-eval is needed")
+    assert "Traceback" not in done.stderr

@@ -33,7 +33,8 @@ from ..integrations.hf.attach import attach
 from ..integrations.hf.load import load
 from ..integrations.hf.prompt import decode
 from ..integrations.hf.session import Session
-from .lm_eval_runs import Reader, Totals, Until
+from .lm_eval_runs import Reader, Totals
+from .stopping import Until, cut
 
 try:
     from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]  # no types
@@ -258,10 +259,7 @@ class RereadLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             **options,
         )  # fmt: skip
         self.totals.add(session.stats, len(ids) + 1)
-        answer = decode(self._loaded, output[0, len(ids) :].tolist())
-        for end in filter(None, until):
-            answer = answer.split(end)[0]
-        return answer
+        return cut(decode(self._loaded, output[0, len(ids) :].tolist()), until)
 
 
 def main() -> None:

@@ -1,19 +1,16 @@
-"""What requests of lm-eval are made of: a likelihood, a stop at given strings, sums over all."""
+"""What requests of lm-eval are made of: a likelihood, and sums over all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, StoppingCriteria
+from transformers import DynamicCache
 
 from ..errors import InputError
 from ..integrations.hf.cache import cache_keyword, sparse_layers
-from ..integrations.hf.load import Loaded
-from ..integrations.hf.prompt import decode
 from ..integrations.hf.session import Session
 from ..stats import Stats
 from .likelihood import Likelihood, continuation_likelihood
@@ -76,24 +73,6 @@ class Totals:
             "ran": list(self.ran),
             "notes": list(self.notes),
         }
-
-
-class Until(StoppingCriteria):
-    """Stops one row once its new text holds one of the strings.
-
-    Args:
-        prompt: tokens before the new text.
-    """
-
-    def __init__(self, loaded: Loaded, until: Sequence[str], prompt: int) -> None:
-        self.loaded = loaded
-        self.until = until
-        self.prompt = prompt
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        text = decode(self.loaded, input_ids[0, self.prompt :].tolist()) if self.until else ""
-        done = any(end in text for end in self.until if end)
-        return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)
 
 
 class Reader:

@@ -288,7 +288,7 @@ def main(jobs_file: str, answers_file: str) -> None:
                 return  # nobody waits for the answers
             try:
                 line = worker.answer(job, work["prompts"][job["prompt"]])
-            except Exception as error:
+            except Exception as error:  # whatever a press raises is its line, and the others go on
                 line = {"error": f"{type(error).__name__}: {error}"}
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()

@@ -76,6 +76,10 @@ class Request:
         methods = parse_methods(self.methods, folder)
         if names == (registry.FIDELITY,) and all(method.config is None for method in methods):
             raise InputError("baselines answer questions, and task 'fidelity' has none: add a task")
+        if self.speed == "on" and not any(map(registry.has_prompts, names)):
+            raise InputError(
+                "speed='on' needs a prompt to time: add a task with questions, such as needle_en"
+            )
         for length in self.lengths:
             for method in methods:
                 if method.config is not None:

@@ -12,7 +12,8 @@ from ...integrations.hf.recorder import end_tokens
 from ..baselines.export import export_model
 from ..baselines.run import BaselineAnswer, Job, answers, check_environment, find_python
 from ..methods import Method
-from ..tasks.answering import cut, failed_sample, sample_of
+from ..stopping import cut
+from ..tasks.answering import failed_sample, sample_of
 from ..tasks.base import Answer, AnswerTask, Sample
 
 EXPORTED = "model"  # in the result folder: a checkpoint that kvpress's transformers can read

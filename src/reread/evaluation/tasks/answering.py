@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 from ...config import Config
 from ...errors import ConfigError
@@ -26,10 +25,10 @@ from ...stats import Stats
 from ..fidelity import fork
 from ..likelihood import continuation_logprob
 from ..methods import Method
+from ..stopping import Until, cut
 from .base import Answer, AnswerTask, Case, Query, Sample
 
 PASS = 1024  # tokens of a pass over a context, about
-MARGIN = 4  # tokens that a character or a space at the edge of a window may hang on
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,38 +203,11 @@ def _greedy(loaded: Loaded, cache: DynamicCache, case: Case, query: Query) -> An
         attention_mask=torch.ones_like(ids),
         max_new_tokens=query.new_tokens,
         do_sample=False,
-        stopping_criteria=StoppingCriteriaList([_Until(loaded, ids.shape[1], query.until)]),
+        stopping_criteria=StoppingCriteriaList([Until(loaded, query.until, ids.shape[1])]),
         **{cache_keyword(model): cache},
     )
     tokens = out[0, ids.shape[1] :].tolist()
     return Answer(tuple(tokens), cut(decode(loaded, tokens), query.until))
-
-
-class _Until(StoppingCriteria):
-    """Stops where an answer has said one of some strings.
-
-    transformers' own `stop_strings` needs a tokenizer whose tokens join to text, which one of words
-    is not.
-    """
-
-    def __init__(self, loaded: Loaded, prompt: int, until: Sequence[str]) -> None:
-        self._loaded, self._prompt, self._until = loaded, prompt, until
-        # no token of text is shorter than a byte
-        self._window = max((len(stop.encode()) for stop in until), default=0) + MARGIN
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        said = False
-        if self._until:
-            tokens = input_ids[0, max(self._prompt, input_ids.shape[1] - self._window) :]
-            text = decode(self._loaded, tokens.tolist())
-            said = any(stop in text for stop in self._until)
-        return torch.full((input_ids.shape[0],), said, device=input_ids.device)
-
-
-def cut(text: str, until: Sequence[str]) -> str:
-    """A text up to the first of some strings."""
-    ends = [at for stop in until if (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
 
 
 @torch.no_grad()

@@ -84,6 +84,11 @@ def has_length(name: str) -> bool:
     return name in (*GENERATED, FIDELITY, *ruler_lm.TASKS)
 
 
+def has_prompts(name: str) -> bool:
+    """Whether a task has prompts of text alone, which speed is measured on."""
+    return name != FIDELITY and name not in vision.TASKS
+
+
 def needs_vision(names: Sequence[str]) -> bool:
     """Whether a vision-language checkpoint is needed."""
     return any(name in vision.TASKS for name in names)
