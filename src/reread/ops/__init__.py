@@ -97,6 +97,34 @@ def decode_dense(
     return reference.decode_dense(q, kv, scale=scale, allowed=allowed)
 
 
+def verify_dense(
+    q: Tensor,
+    kv: KVView,
+    *,
+    scale: float,
+    allowed: Allowed | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Dense attention of each row's T newest positions, causal to the token: what verifies drafted
+    tokens in one pass over the cache.
+
+    Args:
+        q: [B, H, T, D], any strides; query t of row b stands at position lengths[b] - T + t.
+        kv: the cache, the T positions' keys and values included: lengths are one past the last.
+        scale, allowed, backend: as for `decode_dense`.
+
+    Returns:
+        out [B, H, T, Dv], zero where a query has nothing to read (before the row's start), and mass
+        fp32 [B, Hkv, T, L] or None: per query as for `decode_dense`, zero also behind the query's
+        own position.
+    """
+    assert q.dim() == 4, f"q must be [B, H, T, D], is {tuple(q.shape)}"
+    _check(q[:, :, 0], kv)
+    if resolve_backend(backend, q.device) == "triton":
+        raise UnsupportedError(refusal("several queries a row yet"))
+    return reference.verify_dense(q, kv, scale=scale, allowed=allowed)
+
+
 def decode_sparse(
     q: Tensor,
     kv: KVView,

@@ -54,6 +54,33 @@ def decode_dense(
     return out, mass
 
 
+def verify_dense(
+    q: Tensor, kv: KVView, *, scale: float, allowed: Sequence[tuple[int, int]] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """See `ops.verify_dense`."""
+    rows, heads, queries = q.shape[:3]
+    out = q.new_empty(rows, heads, queries, kv.v.shape[-1])
+    mass = None
+    if allowed is not None:
+        shape = (rows, kv.k.shape[1], queries, kv.k.shape[2])
+        mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    for b in range(rows):
+        start, end = kv.starts[b], kv.lengths[b]
+        at = torch.arange(start, end, device=q.device)
+        seen_from = torch.arange(end - queries, end, device=q.device)
+        logits = _row_logits(q[b], kv, b, scale)
+        logits = logits.masked_fill_(at[None, :] > seen_from[:, None], NEG_INF)
+        # only what sees nothing is zero: NaN in the inputs has to show
+        blind = logits.amax(dim=-1, keepdim=True) == NEG_INF
+        v = kv.v[b, :, start:end]
+        p = torch.softmax(logits, dim=-1).masked_fill_(blind, 0.0).to(v.dtype)
+        out[b] = torch.matmul(p.flatten(1, 2), v).view(heads, queries, -1)
+        if mass is not None and allowed is not None and allowed[b][1] > allowed[b][0]:
+            low, high = allowed[b]
+            mass[b, :, :, low:high] = allowed_probabilities(logits[..., low - start : high - start])
+    return out, mass
+
+
 def decode_sparse(
     q: Tensor,
     kv: KVView,
