@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.readme_eval import eval_fidelity_4k, eval_needle, eval_speed
 from benchmarks.readme_gpu import (
     gpu_decode,
+    gpu_indexed,
     gpu_kernels,
     gpu_prefill,
     gpu_refresh,
@@ -78,44 +80,67 @@ def needle() -> str:
 
 
 def gap_rows(name: str) -> str:
-    """A file of `reread eval gaps`: accuracy by row."""
+    """A file of `reread eval gaps`: accuracy by row, and the time to the first token if taken."""
     kinds = ("code", "note", "chain", "all")
-    head = ("prefill", *kinds, "keys read", "ran")
-    rows = [
-        (
-            row["variant"],
-            *(f"{row['accuracy'][kind]:.3f}" for kind in kinds),
-            f"{row['share_read']:.1%}",
-            row["path"],
-        )
-        for row in load(name)["rows"]
-        # at 16K shared blocks still chose by raw scores, which is no longer what runs
-        if name != "gaps_16k" or row["chooser"] != "indexer" or row["b_sel"] == 1
-    ]
+    found = load(name)["rows"]
+    timed = any(row["ttft_s"] for row in found)
+    head = ("prefill", *kinds, "keys read", "ran", *(["TTFT, ms"] if timed else []))
+    rows = []
+    for row in found:
+        cells = [row["variant"], *(f"{row['accuracy'][kind]:.3f}" for kind in kinds)]
+        cells += [f"{row['share_read']:.1%}", row["path"]]
+        if timed:
+            cells.append(f"{1000 * row['ttft_s']:.0f}" if row["ttft_s"] else "–")
+        rows.append(cells)
     return table(head, rows)
 
 
 def indexed_needle() -> str:
-    """Who chooses in every decode step, two lengths."""
+    """Who chooses in every decode step, two lengths, one indexer."""
     kinds = ("code", "note", "chain")
-    result = load("indexed_needle")
-    lengths = ("16384 tokens", "65536 tokens")
-    head = ("variant", *(f"{kind}, {n}" for n in ("16K", "64K") for kind in kinds), "keys, 64K")
+    short, long = (
+        {row["variant"]: row for row in load(name)[section]["rows"]}
+        for name, section in (
+            ("indexed_needle", "16384 tokens"),
+            ("indexed_needle_stretched", "65536 tokens"),
+        )
+    )
+    head = (
+        "variant", *(f"{kind}, 16K" for kind in kinds), "keys, 16K",
+        *(f"{kind}, 64K" for kind in kinds), "keys, 64K",
+    )  # fmt: skip
     rows = []
-    for short, long in zip(*(result[name]["rows"] for name in lengths), strict=True):
-        figures = [f"{row[kind]:.2f}" for row in (short, long) for kind in kinds]
-        rows.append((short["variant"], *figures, f"{long['keys_read']:.1%}"))
+    for variant in sorted({**short, **long}, key=_by_budget):
+        cells = [variant]
+        for row in (short.get(variant), long.get(variant)):
+            if row is None:
+                cells += ["–"] * (len(kinds) + 1)
+            else:
+                cells += [*(f"{row[kind]:.2f}" for kind in kinds), f"{row['keys_read']:.1%}"]
+        rows.append(cells)
     return table(head, rows)
 
 
-def indexed_stretched() -> str:
-    """The same at 64K with an indexer that was trained for longer texts."""
+def _by_budget(variant: str) -> int:
+    """The k that a variant names, dense first; sorting keeps the order of the file otherwise."""
+    return int(variant.partition("k=")[2] or 0)
+
+
+def indexed_others() -> str:
+    """Indexers at 64K that were trained otherwise."""
     kinds = ("code", "note", "chain")
-    rows = [
-        (row["variant"], *(f"{row[kind]:.2f}" for kind in kinds))
-        for row in load("indexed_needle_stretched")["65536 tokens"]["rows"]
-    ]
-    return table(("variant", *kinds), rows)
+    rows = []
+    for name, section, words in (
+        ("indexed_needle", "65536 tokens", "distilled at 16K, positions not stretched"),
+        ("indexed_needle_stretched", "65536 tokens, distilled at 64K", "distilled at 64K"),
+    ):
+        part = load(name)[section]
+        row = next(
+            r for r in part["rows"] if "indexer" in r["variant"] and r["variant"].endswith("k=256")
+        )
+        figures = (f"{row[kind]:.2f}" for kind in kinds)
+        rows.append((words, *figures, str(row["cases"]), part["commit"][:7]))
+    return table(("indexer, k=256", *kinds, "cases", "commit"), rows)
 
 
 def indexed_fidelity() -> str:
@@ -138,51 +163,6 @@ def indexed_fidelity() -> str:
     return table(head, rows)
 
 
-def eval_needle_4k() -> str:
-    """Every method of `reread eval`, the best of ours and of the baselines as they were asked."""
-    result = load("eval_needle_4k")
-    kinds = ("code", "note", "chain", "all")
-    rows = []
-    ours_first = sorted(result["methods"].items(), key=lambda item: item[1]["press"] is not None)
-    for method, _ in ours_first:
-        lines = {line["kind"]: line for line in result["lines"] if line["method"] == method}
-        whole = lines["all"]
-        figures = whole["figures"]
-        kept = figures.get("kept_share")
-        fast = figures.get("fast_keys_share", kept)
-        scores = [
-            "failed" if lines[kind]["failed"] else f"{lines[kind]['score']:.3f}" for kind in kinds
-        ]
-        gap = "" if whole["difference"] is None else f"{100 * whole['difference']:+.1f}"
-        if gap:
-            gap += f" ({100 * whole['low']:+.1f} to {100 * whole['high']:+.1f})"
-        shares = ("100%" if fast is None else f"{fast:.1%}", figures.get("keys_read_share", kept))
-        rows.append(
-            (method, *scores, gap, shares[0], "" if shares[1] is None else f"{shares[1]:.0%}")
-        )
-    head = ("method", *kinds, "points to dense (95 %)", "keys of a fast step", "keys read in all")
-    return table(head, rows)
-
-
-def eval_fidelity_4k() -> str:
-    """What fast steps see and miss, by kind of text; dense itself shows how stable attention is."""
-    figures = (
-        "agreement", "kl", "slow_rate", "keys_read_share", "mass_fast", "useless_share",
-        "stability_inside", "stability_across",
-    )  # fmt: skip
-    rows = []
-    for line in load("eval_fidelity_4k")["lines"]:
-        if line["method"] != "dense" and line["kind"] != "all":
-            values = (line["figures"].get(name) for name in figures)
-            shown = ("–" if value is None else f"{value:.3f}" for value in values)
-            rows.append((line["kind"], line["method"], *shown))
-    head = (
-        "text", "method", "agreement", "KL (nats)", "slow steps", "keys read", "mass read",
-        "useless", "stable inside", "across",
-    )  # fmt: skip
-    return table(head, rows)
-
-
 def distill() -> str:
     """Indexers of several kinds: how well they predict, at and beyond the training context."""
     head = ("variant", "KL", "recall", "mass", "KL, longer", "recall, longer", "mass, longer")
@@ -198,15 +178,17 @@ def distill() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "eval_needle_4k": eval_needle_4k,
+    "eval_needle": eval_needle,
+    "eval_speed": eval_speed,
     "eval_fidelity_4k": eval_fidelity_4k,
     "gpu_prefill": gpu_prefill,
     "gpu_ttft": gpu_ttft,
     "gaps_4k": functools.partial(gap_rows, "gaps_4k"),
     "gaps_16k": functools.partial(gap_rows, "gaps_16k"),
     "indexed_needle": indexed_needle,
-    "indexed_stretched": indexed_stretched,
+    "indexed_others": indexed_others,
     "indexed_fidelity": indexed_fidelity,
+    "gpu_indexed": gpu_indexed,
     "distill": distill,
     "gpu_decode": gpu_decode,
     "gpu_kernels": gpu_kernels,

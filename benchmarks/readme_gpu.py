@@ -130,11 +130,24 @@ def gpu_prefill() -> str:
     return table(head, rows)
 
 
+def ttft_rows() -> list[dict[str, Any]]:
+    """By length; what the newest run does not hold comes from older ones, with their commit."""
+    found: dict[int, dict[str, Any]] = {}
+    for name in ("gpu_ttft_256k", "gpu_prefill"):
+        part = load(name)["ttft-4b"]
+        for row in part["ttft"]:
+            found[row["context"]] = {**row, "commit": part["commit"][:7]}
+    return [found[context] for context in sorted(found)]
+
+
 def gpu_ttft() -> str:
     """Time to the first token, and where the sparse arm's goes."""
-    head = ("tokens", "dense, ms", "sparse, ms", "×", "choice", "attention", "rest", "no attention")
+    head = (
+        "tokens", "dense, ms", "sparse, ms", "×", "choice", "attention", "rest",
+        "no attention, eager", "commit",
+    )  # fmt: skip
     rows = []
-    for row in load("gpu_prefill")["ttft-4b"]["ttft"]:
+    for row in ttft_rows():
         dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
         parts = row["sparse"]["parts"]
         rows.append(
@@ -143,10 +156,36 @@ def gpu_ttft() -> str:
                 f"{dense['ms']:.0f} ({dense['arm']})",
                 f"{row['sparse']['ms']:.0f}",
                 f"{row['speedup']:.2f}",
-                f"{parts['projections_ms'] + parts['selection_ms']:.0f}",
+                # compiled layers make the index projections within attention's: part of the rest
+                f"{parts.get('projections_ms', 0) + parts['selection_ms']:.0f}",
                 f"{parts['attention_ms']:.0f}",
                 f"{parts['rest_ms']:.0f}",
                 f"{row['no_attention']['ms']:.0f}",
+                row["commit"],
+            )
+        )
+    return table(head, rows)
+
+
+def gpu_indexed() -> str:
+    """Whole steps of indexed decoding over the fastest dense arm."""
+    head = (
+        "model, batch × context", "fastest dense, ms", "indexed step, ms", "×",
+        "not attention, ms", "roofline, dense / indexed",
+    )  # fmt: skip
+    rows = []
+    for row in load("gpu_indexed")["indexed"]["rows"]:
+        dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
+        bare = next(arm["bare_ms"] for arm in row["dense"] if "bare_ms" in arm)
+        ours = row["indexed"]
+        rows.append(
+            (
+                f"{row['shape']}, {row['rows']} × {size(row['context'])}",
+                f"{dense['ms']:.2f} ({dense['arm']})",
+                f"{ours['ms']:.2f}",
+                f"{ours['speedup']:.2f}",
+                f"{bare:.2f}",
+                f"{dense['roofline']:.2f} / {ours['roofline']:.2f}",
             )
         )
     return table(head, rows)
