@@ -6,13 +6,18 @@ and the exit code is 1 if README and result files differ.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.readme_eval import eval_fidelity_4k, eval_needle, eval_speed
+from benchmarks.readme_eval import (
+    eval_fidelity_4k,
+    eval_needle,
+    eval_speed,
+    gap_parts,
+    gap_rows,
+)
 from benchmarks.readme_gpu import (
     gpu_decode,
     gpu_indexed,
@@ -76,22 +81,6 @@ def needle() -> str:
         )
         for row in load("needle")["rows"]
     ]
-    return table(head, rows)
-
-
-def gap_rows(name: str) -> str:
-    """A file of `reread eval gaps`: accuracy by row, and the time to the first token if taken."""
-    kinds = ("code", "note", "chain", "all")
-    found = load(name)["rows"]
-    timed = any(row["ttft_s"] for row in found)
-    head = ("prefill", *kinds, "keys read", "ran", *(["TTFT, ms"] if timed else []))
-    rows = []
-    for row in found:
-        cells = [row["variant"], *(f"{row['accuracy'][kind]:.3f}" for kind in kinds)]
-        cells += [f"{row['share_read']:.1%}", row["path"]]
-        if timed:
-            cells.append(f"{1000 * row['ttft_s']:.0f}" if row["ttft_s"] else "–")
-        rows.append(cells)
     return table(head, rows)
 
 
@@ -183,8 +172,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "eval_fidelity_4k": eval_fidelity_4k,
     "gpu_prefill": gpu_prefill,
     "gpu_ttft": gpu_ttft,
-    "gaps_4k": functools.partial(gap_rows, "gaps_4k"),
-    "gaps_16k": functools.partial(gap_rows, "gaps_16k"),
+    "gap_rows": gap_rows,
+    "gap_parts": gap_parts,
     "indexed_needle": indexed_needle,
     "indexed_others": indexed_others,
     "indexed_fidelity": indexed_fidelity,

@@ -103,3 +103,58 @@ def eval_fidelity_4k() -> str:
         "useless", "stable inside", "across",
     )  # fmt: skip
     return table(head, rows)
+
+
+def _gap_results() -> list[dict[str, Any]]:
+    """The files of `reread eval gaps`, one a length."""
+    return [load(f"gaps_{length}") for length in LENGTHS]
+
+
+def _by_variant(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in result["rows"]}
+
+
+def gap_rows() -> str:
+    """Accuracy of every prefill by length, and the time to the first token where it was taken."""
+    named = list(zip(LENGTHS, _gap_results(), strict=True))
+    timed = [n for n, result in named if any(row["ttft_s"] for row in result["rows"])]
+    rows = []
+    for variant in _by_variant(named[0][1]):
+        cells, times = [variant], []
+        for length, result in named:
+            row = _by_variant(result)[variant]
+            cells.append(" / ".join(f"{row['accuracy'][kind]:.3f}" for kind in KINDS))
+            cells.append(f"{row['share_read']:.1%}")
+            if length in timed:
+                times.append(f"{1000 * row['ttft_s']:.0f}" if row["ttft_s"] else "–")
+        rows.append([*cells, *times])
+    head = (
+        "prefill", *(text for n in LENGTHS for text in (n.upper(), "keys")),
+        *(f"TTFT, ms, {n.upper()}" for n in timed),
+    )  # fmt: skip
+    return table(head, rows)
+
+
+GAPS = {
+    "budget: dense − oracle per query": ("dense", "oracle per query"),
+    "indexer: oracle − indexer per query": ("oracle per query", "indexer per query"),
+    "sharing and kernels: indexer per query − shared by 64": (
+        "indexer per query",
+        "indexer shared by 64",
+    ),
+    "all three: dense − indexer shared by 64": ("dense", "indexer shared by 64"),
+}
+
+
+def gap_parts() -> str:
+    """Where the accuracy of a prefill goes, in points, by length."""
+    rows = []
+    for words, (first, second) in GAPS.items():
+        cells = [words]
+        for result in _gap_results():
+            own = _by_variant(result)
+            lost = (own[first]["accuracy"][k] - own[second]["accuracy"][k] for k in KINDS)
+            # no minus before a zero
+            cells.append(" / ".join(f"{round(100 * value, 1) + 0.0:.1f}" for value in lost))
+        rows.append(cells)
+    return table(("points lost", *(length.upper() for length in LENGTHS)), rows)
