@@ -121,7 +121,9 @@ def verify_dense(
     assert q.dim() == 4, f"q must be [B, H, T, D], is {tuple(q.shape)}"
     _check(q[:, :, 0], kv)
     if resolve_backend(backend, q.device) == "triton":
-        raise UnsupportedError(refusal("several queries a row yet"))
+        from .triton import views
+
+        return views.verify_dense(q, kv, scale=scale, allowed=allowed)
     return reference.verify_dense(q, kv, scale=scale, allowed=allowed)
 
 

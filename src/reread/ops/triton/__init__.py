@@ -7,12 +7,14 @@ from .index import block_topk, index_refusal, index_scores, indexer_topk, on_dev
 from .index_decode import choose_keys, frequencies, turn_and_append
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
+from .verify import VerifyTuning, verify_dense, verify_mass
 from .workspace import Workspace, unsupported
 
 __all__ = [
     "Cache",
     "Chosen",
     "Tuning",
+    "VerifyTuning",
     "Workspace",
     "append",
     "block_topk",
@@ -32,4 +34,6 @@ __all__ = [
     "select",
     "turn_and_append",
     "unsupported",
+    "verify_dense",
+    "verify_mass",
 ]

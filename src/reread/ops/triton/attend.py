@@ -19,8 +19,10 @@ from .tiles import (
     ROWS,
     combine_slots,
     load_queries,
+    next_piece,
     row_blocks,
     save_partial,
+    slots_of,
     walk_span,
     walk_span_with_logits,
 )
@@ -34,7 +36,6 @@ def dense_run(
     EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything that program `pid` of `programs` does of the dense work."""
-    rows = tl.arange(0, BPAD)
     blocks = row_blocks(starts, lengths, active, B, BPAD, BN) * HKV
     ends = tl.cumsum(blocks, 0)
     total = tl.sum(blocks, 0)
@@ -42,13 +43,7 @@ def dense_run(
     work = pid * share
     stop = tl.minimum(work + share, total)
     while work < stop:
-        b = tl.sum((ends <= work).to(tl.int32), 0)
-        mine = rows == b
-        per_head = tl.sum(tl.where(mine, blocks, 0), 0) // HKV
-        local = work - tl.sum(tl.where(rows < b, blocks, 0), 0)
-        h = local // per_head
-        block = local % per_head
-        taken = tl.minimum(per_head - block, stop - work)
+        b, h, block, taken = next_piece(work, stop, blocks, ends, BPAD, HKV)
         start = tl.load(starts + b)
         first = start + block * BN
         last = tl.minimum(tl.load(lengths + b), first + taken * BN)
@@ -142,19 +137,13 @@ def combine_kernel(
     one a row is."""
     pid = tl.program_id(0)
     head, g = pid // G, pid % G
-    b, h = head // HKV, head % HKV
+    b = head // HKV
     is_slow = tl.load(slow + b) != 0
     to = out + pid.to(tl.int64) * D
     if DENSE:
-        blocks = row_blocks(starts, lengths, slow, B, BPAD, BN) * HKV
-        rows = tl.arange(0, BPAD)
-        share = tl.maximum((tl.sum(blocks, 0) + programs - 1) // programs, 1)
-        per_head = tl.sum(tl.where(rows == b, blocks, 0), 0) // HKV
-        begin = tl.sum(tl.where(rows < b, blocks, 0), 0) + h * per_head
-        if is_slow & (per_head > 0):
-            first = begin // share
-            count = (begin + per_head - 1) // share - first + 1
-            combine_slots(first + head, count, g, parts, sums, to, lse + pid, G, D, CHUNK, EVIDENCE)
+        slot, count = slots_of(head, starts, lengths, slow, B, programs, HKV, BPAD, BN)
+        if is_slow & (count > 0):
+            combine_slots(slot, count, g, parts, sums, to, lse + pid, G, D, CHUNK, EVIDENCE)
     if SPARSE:
         wanted = tl.load(slow + b) == 0 if DENSE else is_slow
         if wanted:

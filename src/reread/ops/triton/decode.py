@@ -119,7 +119,7 @@ def decode_dense(
     attend.dense_kernel[(programs,)](
         q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths,
         on, work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
-        BN=tuning.block, EVIDENCE=evidence, PRECISION=_precision(q),
+        BN=tuning.block, EVIDENCE=evidence, PRECISION=precision(q),
         num_warps=tuning.warps, num_stages=stages,
     )  # fmt: skip
     _combine(q, kv, out, work, on, programs, 1, tuning.block, evidence, dense=True, sparse=False)
@@ -164,7 +164,7 @@ def decode_sparse(
         scale * LOG2_E, splits, k_new, v_new, *k_new.stride()[:2], *v_new.stride()[:2],
         **shape, BN=block, DIRECT=splits == 1, NEW=new is not None,
         SHARED=chosen.shared, STAGES=tuning.stages,
-        PRECISION=_precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
+        PRECISION=precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     if splits > 1:
         _combine(q, kv, out, work, on, 0, splits, block, False, dense=False, sparse=True)
@@ -204,7 +204,7 @@ def decode_mixed(
         work.logits, kv.k.shape[2], low, high, chosen.window_start, chosen.indices, chosen.counts,
         chosen.indices.shape[2], chosen.sink, scale * LOG2_E, q.shape[0], programs, splits,
         **_shape(q, kv), BN=block, EVIDENCE=evidence, DIRECT=splits == 1,
-        SHARED=chosen.shared, STAGES=2 * tuning.stages - 1, PRECISION=_precision(q),
+        SHARED=chosen.shared, STAGES=2 * tuning.stages - 1, PRECISION=precision(q),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     sparse = splits > 1
@@ -223,7 +223,8 @@ def sparse_block(k: int, splits: int) -> int:
     return 32 if k <= 256 * splits else 64
 
 
-def _precision(q: Tensor) -> str:
+def precision(q: Tensor) -> str:
+    """Of products of `q`."""
     # tf32, the default for fp32 inputs, has half precision's error
     return "ieee" if q.dtype == torch.float32 else "tf32"
 

@@ -110,19 +110,20 @@ def walk_list(
 
 @triton.jit
 def save_partial(
-    parts, sums, slot, m, z, acc, mj, lj, G: tl.constexpr, D: tl.constexpr, EVIDENCE: tl.constexpr
-):
-    """Unfinished softmax of one piece of work: parts [slots, G, D], sums [slots, 4, 16] = m, z and
-    those of J."""
-    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    parts, sums, slot, m, z, acc, mj, lj,
+    G: tl.constexpr, D: tl.constexpr, EVIDENCE: tl.constexpr, M: tl.constexpr = ROWS,
+):  # fmt: skip
+    """Unfinished softmax of one piece of work, M rows of which G are real: parts [slots, G, D],
+    sums [slots, 4, M] = m, z and those of J."""
+    g, d = tl.arange(0, M), tl.arange(0, D)
     parts += slot.to(tl.int64) * (G * D)
     tl.store(parts + g[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
-    sums += slot.to(tl.int64) * (4 * ROWS)
+    sums += slot.to(tl.int64) * (4 * M)
     tl.store(sums + g, m)
-    tl.store(sums + ROWS + g, z)
+    tl.store(sums + M + g, z)
     if EVIDENCE:
-        tl.store(sums + 2 * ROWS + g, mj)
-        tl.store(sums + 3 * ROWS + g, lj)
+        tl.store(sums + 2 * M + g, mj)
+        tl.store(sums + 3 * M + g, lj)
 
 
 @triton.jit
@@ -136,12 +137,41 @@ def row_blocks(starts, lengths, active, B, BPAD: tl.constexpr, BN: tl.constexpr)
 
 
 @triton.jit
+def next_piece(work, stop, blocks, ends, BPAD: tl.constexpr, HKV: tl.constexpr):
+    """The piece at place `work` of a flat list of (row, KV head, block), up to `stop` and within
+    one head: row, head, first block, how many. blocks, ends [BPAD]: per row over all its heads."""
+    rows = tl.arange(0, BPAD)
+    b = tl.sum((ends <= work).to(tl.int32), 0)
+    per_head = tl.sum(tl.where(rows == b, blocks, 0), 0) // HKV
+    local = work - tl.sum(tl.where(rows < b, blocks, 0), 0)
+    block = local % per_head
+    return b, local // per_head, block, tl.minimum(per_head - block, stop - work)
+
+
+@triton.jit
+def slots_of(head, starts, lengths, active, B, programs, HKV: tl.constexpr, BPAD: tl.constexpr,
+             BN: tl.constexpr):  # fmt: skip
+    """Partials of one tile (row * HKV + head) of that list, cut into equal runs for `programs`:
+    first slot, how many; none where the row is off."""
+    b, h = head // HKV, head % HKV
+    blocks = row_blocks(starts, lengths, active, B, BPAD, BN) * HKV
+    rows = tl.arange(0, BPAD)
+    share = tl.maximum((tl.sum(blocks, 0) + programs - 1) // programs, 1)
+    per_head = tl.sum(tl.where(rows == b, blocks, 0), 0) // HKV
+    begin = tl.sum(tl.where(rows < b, blocks, 0), 0) + h * per_head
+    first = begin // share
+    count = tl.where(per_head > 0, (begin + per_head - 1) // share - first + 1, 0)
+    return first + head, count
+
+
+@triton.jit
 def combine_slots(
     slot, count, g, parts, sums, to, lse,
     G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
+    M: tl.constexpr = ROWS,
 ):  # fmt: skip
     """Sum `count` partials from `slot` on into one query head's output; EVIDENCE: also its log-sum
-    over J."""
+    over J. G and M as for `save_partial`."""
     lane, d = tl.arange(0, CHUNK), tl.arange(0, D)
     m = tl.full([], FLOOR, tl.float32)
     z = tl.full([], 0.0, tl.float32)
@@ -150,8 +180,8 @@ def combine_slots(
     for i in range(0, count, CHUNK):
         real = i + lane < count
         at = (slot + i + lane).to(tl.int64)
-        ms = tl.load(sums + at * (4 * ROWS) + g, mask=real, other=FLOOR)
-        ls = tl.load(sums + at * (4 * ROWS) + ROWS + g, mask=real, other=0.0)
+        ms = tl.load(sums + at * (4 * M) + g, mask=real, other=FLOOR)
+        ls = tl.load(sums + at * (4 * M) + M + g, mask=real, other=0.0)
         os = tl.load(parts + (at[:, None] * G + g) * D + d[None, :], mask=real[:, None], other=0.0)
         m_new = tl.maximum(m, tl.max(ms, 0))
         weight = tl.exp2(ms - m_new)
@@ -160,12 +190,13 @@ def combine_slots(
         acc = acc * shrink + tl.sum(os * weight[:, None], 0)
         m = m_new
         if EVIDENCE:
-            mjs = tl.load(sums + at * (4 * ROWS) + 2 * ROWS + g, mask=real, other=FLOOR)
-            ljs = tl.load(sums + at * (4 * ROWS) + 3 * ROWS + g, mask=real, other=0.0)
+            mjs = tl.load(sums + at * (4 * M) + 2 * M + g, mask=real, other=FLOOR)
+            ljs = tl.load(sums + at * (4 * M) + 3 * M + g, mask=real, other=0.0)
             mj_new = tl.maximum(mj, tl.max(mjs, 0))
             lj = lj * tl.exp2(mj - mj_new) + tl.sum(ljs * tl.exp2(mjs - mj_new), 0)
             mj = mj_new
-    tl.store(to + d, (acc / z).to(to.dtype.element_ty))
+    # of several queries one may have nothing to read
+    tl.store(to + d, (acc / tl.where(z > 0, z, 1.0)).to(to.dtype.element_ty))
     if EVIDENCE:
         # an empty J leaves the floor, and nothing reads it
         tl.store(lse, mj + tl.log2(tl.maximum(lj, 1.0e-30)))

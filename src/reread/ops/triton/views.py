@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...types import KVView, Selection
-from . import decode, selection
+from . import decode, selection, verify
 from .workspace import Workspace
 
 
@@ -45,6 +45,25 @@ def decode_sparse(
     return decode.decode_sparse(q.contiguous(), _cache(kv), picked, scale=scale, work=work)
 
 
+def verify_dense(
+    q: Tensor, kv: KVView, *, scale: float, allowed: Sequence[tuple[int, int]] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """See `ops.verify_dense`."""
+    cache, queries = _cache(kv), q.shape[2]
+    work = _workspace(q[:, :, 0], kv, evidence=allowed is not None, queries=queries)
+    if allowed is None:
+        return verify.verify_dense(q, cache, scale=scale, work=work), None
+    low, high = (_int32(x, q) for x in zip(*allowed, strict=True))
+    out = verify.verify_dense(q, cache, scale=scale, work=work, allowed=(low, high))
+    masses = []
+    # each query's own; whoever wants their mixture alone reads the keys once for it
+    for one in torch.eye(queries, device=q.device):
+        weights = one.expand(q.shape[0], queries)
+        mass = verify.verify_mass(q, cache, weights, (low, high), scale=scale, work=work)
+        masses.append(mass.clone())
+    return out, torch.stack(masses, dim=2)
+
+
 def _cache(kv: KVView) -> decode.Cache:
     if kv.valid is not None:
         raise UnsupportedError("the Triton kernels do not cover holes in the cache (valid)")
@@ -56,9 +75,11 @@ def _cache(kv: KVView) -> decode.Cache:
     return decode.Cache(kv.k, kv.v, _int32(kv.starts, kv.k), _int32(kv.lengths, kv.k))
 
 
-def _workspace(q: Tensor, kv: KVView, *, evidence: bool) -> Workspace:
+def _workspace(q: Tensor, kv: KVView, *, evidence: bool, queries: int = 0) -> Workspace:
     rows, heads, dim = q.shape
-    return Workspace(rows, heads, kv.k.shape[1], dim, kv.k.shape[2], q.device, evidence=evidence)
+    return Workspace(
+        rows, heads, kv.k.shape[1], dim, kv.k.shape[2], q.device, evidence=evidence, queries=queries
+    )
 
 
 def _int32(values: Sequence[int], like: Tensor) -> Tensor:

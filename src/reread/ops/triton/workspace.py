@@ -17,11 +17,13 @@ MAX_ROWS = 64
 CHUNK = 2048  # positions that one program of the Selector handles
 BINS = 256  # of the top-K's counts
 MAX_SPLITS = 16
+MAX_TILE = 128  # queries times query heads of a KV head that one program attends with
 
 
 def unsupported(q: Tensor, k: Tensor) -> str | None:
-    """Why the kernels cannot run on q [B, H, D] and k [B, Hkv, L, D]; None if they can."""
-    rows, heads, dim = q.shape
+    """Why the kernels cannot run on q [B, H, D], or [B, H, T, D] of any strides, and k [B, Hkv, L,
+    D]; None if they can."""
+    rows, heads, dim = q.shape[0], q.shape[1], q.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype {q.dtype}: bfloat16, float16 or float32"
     if k.dtype != q.dtype:
@@ -34,7 +36,8 @@ def unsupported(q: Tensor, k: Tensor) -> str | None:
         return f"{rows} rows: at most {MAX_ROWS}"
     if k.shape[2] > MAX_LENGTH:
         return f"a cache of {k.shape[2]} positions: at most {MAX_LENGTH}"
-    if k.stride(-1) != 1 or not q.is_contiguous():
+    whole = q.stride(-1) == 1 if q.dim() == 4 else q.is_contiguous()
+    if k.stride(-1) != 1 or not whole:
         return "memory layout: q contiguous, keys contiguous in the head dim"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
         return "compute capability below 8.0"
@@ -67,10 +70,12 @@ class Workspace:
     Attributes:
         rows, heads, kv_heads, dim, capacity: the largest B, H, Hkv, D and L.
         programs: what dense work is cut into; 0: one program an SM.
+        queries: most queries of a row that are verified at once; 0: none.
         evidence: whether slow steps feed a Selector; without, its share is not allocated.
         parts, sums: unfinished softmax results of the attention kernels.
         lse, logits, mass: evidence. scores, members, hists, cursors, cuts, tallies, prior_sums: the
             Selector.
+        query_parts, query_sums, query_lse: as parts, sums and lse, of verification.
     """
 
     rows: int
@@ -81,6 +86,7 @@ class Workspace:
     device: torch.device
     evidence: bool = True
     programs: int = 0
+    queries: int = 0
     parts: Tensor = field(init=False)
     sums: Tensor = field(init=False)
     lse: Tensor = field(init=False)
@@ -94,6 +100,9 @@ class Workspace:
     tallies: Tensor = field(init=False)
     prior_sums: Tensor = field(init=False)
     always: Tensor = field(init=False)
+    query_parts: Tensor = field(init=False)
+    query_sums: Tensor = field(init=False)
+    query_lse: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.programs = self.programs or multiprocessors(self.device)
@@ -117,6 +126,10 @@ class Workspace:
         self.cuts = torch.zeros(heads, 2, dtype=torch.int32, device=self.device)
         self.tallies = torch.zeros(heads, 2, self.chunks, dtype=torch.int32, device=self.device)
         self.prior_sums = self._fp32(heads, 5, self.chunks)
+        slots = 2 * self.programs + tiles if self.queries else 0
+        self.query_parts = self._fp32(slots, min(self.queries * group, MAX_TILE), self.dim)
+        self.query_sums = self._fp32(slots, 4, MAX_TILE)
+        self.query_lse = self._fp32(self.rows, self.heads, self.queries)
 
     def require(self, q: Tensor, k: Tensor, programs: int, splits: int, evidence: bool) -> None:
         """Our own callers must have sized this for what they run: kernels do not check their
@@ -130,6 +143,12 @@ class Workspace:
         assert heads <= self.heads
         assert k.shape[1] <= self.kv_heads
         assert not evidence or (self.evidence and k.shape[2] <= self.capacity)
+
+    def require_queries(self, q: Tensor, k: Tensor, programs: int, evidence: bool) -> None:
+        """As `require`, for q [B, H, T, D]."""
+        self.require(q[:, :, 0], k, 0, 0, evidence)
+        assert q.shape[2] <= self.queries, (q.shape, self.queries)
+        assert programs + q.shape[0] * k.shape[1] <= self.query_parts.shape[0], programs
 
     def clean(self) -> None:
         """Zero what every Selector leaves at zero, after one that did not come to its end."""

@@ -1,0 +1,208 @@
+"""Dense attention of the T newest positions of each row on the GPU, in one pass over the cache:
+what verifies drafted tokens.
+
+Same meaning as `ops.reference.verify_dense`. What a graph must not bake in is read on the device
+only, as in `decode`; rows that are off keep what `out` held. One pass serves queries times group up
+to 128 (more take another pass), at the padded size 16, 32, 64 or 128: on the GPU's matrix units 64
+costs hardly more than 16, 128 costs twice 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from . import verify_kernels
+from .decode import LOG2_E, Allowed, Cache, precision
+from .workspace import MAX_TILE, Workspace, check
+
+SPAN = 1024  # positions that one program of the evidence handles
+FP32_TILE = 16  # as MAX_TILE: exact fp32 products run without the matrix units, out of registers
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTuning:
+    """Launch parameters; zeros: by shape and dtype.
+
+    Attributes:
+        block: keys per block. warps, stages: of a program.
+        programs: what the work is cut into, at most two an SM.
+        tile: the least padded size, 16 to 128.
+    """
+
+    block: int = 0
+    warps: int = 0
+    stages: int = 0
+    programs: int = 0
+    tile: int = 0
+
+
+AUTO = VerifyTuning()
+
+
+def verify_dense(
+    q: Tensor,
+    kv: Cache,
+    *,
+    scale: float,
+    work: Workspace,
+    active: Tensor | None = None,
+    allowed: Allowed | None = None,
+    out: Tensor | None = None,
+    tuning: VerifyTuning = AUTO,
+) -> Tensor:
+    """Dense attention of the active rows' T newest positions, causal to the token.
+
+    Args:
+        q: [B, H, T, D], last stride 1; query t of row b stands at position lengths[b] - T + t.
+        kv: with the T positions' keys and values; lengths are one past the last of them.
+        work: with `queries` of at least T.
+        active: int32 [B], 0 = leave the row alone; None: all rows.
+        allowed: int32 [B] low and high of J; leaves each query's log-sum over J in `work`, which
+            `verify_mass` reads.
+        out: [B, H, T, D], last stride 1.
+
+    Returns:
+        out; zero where a query stands before its row's start.
+    """
+    check(q, kv.k)
+    out = torch.empty_like(q) if out is None else out
+    assert out.shape == q.shape
+    assert out.stride(-1) == kv.v.stride(-1) == 1
+    on = work.always[: q.shape[0]] if active is None else active
+    queries = q.shape[2]
+    lse = _lse(q, work)
+    for first, after in _passes(q, kv):
+        # to a pass that ends before the newest position, what follows does not exist
+        behind = queries - after
+        lengths = kv.lengths - behind if behind else kv.lengths
+        span = slice(first, after)
+        _pass(
+            q[:, :, span], kv, out[:, :, span], lse[:, :, span], on, lengths, allowed, scale, work,
+            tuning,
+        )  # fmt: skip
+    return out
+
+
+def _pass(
+    q: Tensor,
+    kv: Cache,
+    out: Tensor,
+    lse: Tensor,
+    on: Tensor,
+    lengths: Tensor,
+    allowed: Allowed | None,
+    scale: float,
+    work: Workspace,
+    tuning: VerifyTuning,
+) -> None:
+    """`verify_dense` for queries that one program can hold."""
+    shape = _shape(q, kv, tuning.tile)
+    tuned = resolve(tuning, shape["M"], q.shape[3], q.dtype, work.programs)
+    programs = tuned.programs
+    evidence = allowed is not None
+    work.require_queries(q, kv.k, programs, evidence)
+    shape["BPAD"] = triton.next_power_of_2(q.shape[0])
+    shape["BN"] = tuned.block
+    verify_kernels.verify_kernel[(programs,)](
+        q, *q.stride()[:3], kv.k, kv.v, *kv.strides, work.query_parts, work.query_sums, kv.starts,
+        lengths, on, *(allowed or (kv.starts, kv.starts)), scale * LOG2_E, q.shape[0], **shape,
+        EVIDENCE=evidence, PRECISION=precision(q), num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    chunk = min(64, max(32, triton.next_power_of_2(programs // kv.k.shape[1] + 2)))
+    verify_kernels.verify_combine_kernel[(q.shape[0] * q.shape[1] * q.shape[2],)](
+        out, *out.stride()[:3], work.query_parts, work.query_sums, lse, lse.stride(1), kv.starts,
+        lengths, on, q.shape[0], programs, **shape, CHUNK=chunk, EVIDENCE=evidence, num_warps=4,
+    )  # fmt: skip
+
+
+def verify_mass(
+    q: Tensor,
+    kv: Cache,
+    weights: Tensor,
+    allowed: Allowed,
+    *,
+    scale: float,
+    work: Workspace,
+    active: Tensor | None = None,
+    tuning: VerifyTuning = AUTO,
+) -> Tensor:
+    """The active rows' evidence after `verify_dense(allowed=...)` with the same q, kv and `work`:
+    what `selection.select` starts from. Reads the keys once more.
+
+    Args:
+        weights: fp32 [B, T], each row's sum is 1; 0 for queries that are no evidence.
+        allowed: that call's. active: int32 [B], of its active rows; None: all.
+
+    Returns:
+        fp32 [B, Hkv, L]: sum over t of weights[b, t] times query t's softmax over J, averaged over
+        the G query heads of a KV head; zero outside J. A view of the workspace, good until the next
+        call.
+    """
+    check(q, kv.k)
+    rows, kv_heads, width = kv.k.shape[:3]
+    work.require_queries(q, kv.k, 0, evidence=True)
+    assert weights.shape == (rows, q.shape[2])
+    assert weights.dtype == torch.float32
+    assert weights.stride(1) == 1
+    on = work.always[:rows] if active is None else active
+    mass = work.mass.view(-1)[: rows * kv_heads * width].view(rows, kv_heads, width)
+    lse = _lse(q, work)
+    for first, after in _passes(q, kv):
+        part, behind = q[:, :, first:after], q.shape[2] - after
+        shape = _shape(part, kv, tuning.tile)
+        tuned = resolve_mass(tuning, shape["M"], q.shape[3], q.dtype)
+        verify_kernels.query_mass_kernel[(triton.cdiv(width, SPAN), rows * kv_heads)](
+            part, *part.stride()[:3], kv.k, *kv.k.stride()[:3], lse[:, :, first:], lse.stride(1),
+            weights[:, first:], weights.stride(0), mass, width,
+            kv.lengths - behind if behind else kv.lengths, on, *allowed, scale * LOG2_E, **shape,
+            BN=tuned.block, SPAN=SPAN, ADD=first > 0, PRECISION=precision(q),
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+    return mass
+
+
+def resolve(
+    tuning: VerifyTuning, tile: int, dim: int, dtype: torch.dtype, sms: int
+) -> VerifyTuning:
+    """`tuning` with its zeros filled in: what spills no registers, and where it can leaves room for
+    two programs an SM (compiled for sm_90)."""
+    exact = dtype == torch.float32
+    heavy = exact or tile == 128 or (dim == 256 and tile == 64)
+    block = tuning.block or (32 if dim == 256 or exact else 64)
+    warps = tuning.warps or (8 if heavy else 4)
+    programs = tuning.programs or (sms if heavy else 2 * sms)
+    return VerifyTuning(block, warps, tuning.stages or 3, programs, tile)
+
+
+def resolve_mass(tuning: VerifyTuning, tile: int, dim: int, dtype: torch.dtype) -> VerifyTuning:
+    """As `resolve`, for the evidence, whose grid is fixed."""
+    exact = dtype == torch.float32
+    block = tuning.block or (32 if exact else 64)
+    warps = tuning.warps or (8 if tile == 128 or exact else 4)
+    return VerifyTuning(block, warps, tuning.stages or (3 if dim == 256 else 4), 0, tile)
+
+
+def _passes(q: Tensor, kv: Cache) -> Iterator[tuple[int, int]]:
+    """Which queries [first, after) each pass serves: as many as fit, since keys cost the time."""
+    limit = FP32_TILE if q.dtype == torch.float32 else MAX_TILE
+    size = limit // (q.shape[1] // kv.k.shape[1])
+    for first in range(0, q.shape[2], size):
+        yield first, min(first + size, q.shape[2])
+
+
+def _shape(q: Tensor, kv: Cache, tile: int) -> dict[str, int]:
+    heads = kv.k.shape[1]
+    group, queries = q.shape[1] // heads, q.shape[2]
+    padded = max(16, tile, triton.next_power_of_2(group * queries))
+    return {"HKV": heads, "G": group, "T": queries, "M": padded, "D": q.shape[3]}
+
+
+def _lse(q: Tensor, work: Workspace) -> Tensor:
+    """Log-sums over J, base 2, [B, H, T]."""
+    shape = q.shape[:3]
+    return work.query_lse.view(-1)[: shape.numel()].view(shape)

@@ -1,0 +1,175 @@
+# mypy: ignore-errors
+"""The kernels of verification: attention of T new positions a row, and the Selector's evidence from
+several queries.
+
+The T queries of the G query heads of a KV head are the rows of one matrix of M (row g * T + t), so
+that a block of keys and values is read once for all of them. Work is cut and partial results are
+kept as in `attend`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    FLOOR,
+    absorb,
+    combine_slots,
+    next_piece,
+    row_blocks,
+    save_partial,
+    slots_of,
+)
+
+
+@triton.jit
+def load_tile(
+    q, head, q_row, q_head, q_step,
+    HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The queries of tile `head` (row * HKV + head), q [B, H, T, D] of any strides -> [M, D]."""
+    r, d = tl.arange(0, M), tl.arange(0, D)
+    b, h = (head // HKV).to(tl.int64), (head % HKV).to(tl.int64)
+    at = b * q_row + (h * G + r // T) * q_head + (r % T) * q_step
+    return tl.load(q + at[:, None] + d[None, :], mask=(r < G * T)[:, None], other=0.0)
+
+
+@triton.jit
+def walk_causal(
+    qs, k, v, k_step, v_step, first, last, seen, scale2, m, z, acc,
+    BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to positions [first, last) of one head, each row to those before seen [M]."""
+    d, lane = tl.arange(0, D), tl.arange(0, BN)
+    limit = tl.minimum(seen, last)
+    for n in range(first, last, BN):
+        at = n + lane
+        keep = (at < last)[:, None]
+        where = at.to(tl.int64)
+        kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep, other=0.0)
+        vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep, other=0.0)
+        t = tl.dot(qs, tl.trans(kk), input_precision=PRECISION) * scale2
+        t = tl.where(at[None, :] < limit[:, None], t, float("-inf"))
+        m, z, acc = absorb(t, vv, m, z, acc, PRECISION)
+    return m, z, acc
+
+
+@triton.jit
+def verify_kernel(
+    q, q_row, q_head, q_step, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
+    starts, lengths, active, low, high, scale2, B,
+    HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BPAD: tl.constexpr, BN: tl.constexpr, EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The active rows' pieces, shared by the whole grid. EVIDENCE: also the sums over J, which is
+    walked first (see `attend.dense_run`)."""
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    blocks = row_blocks(starts, lengths, active, B, BPAD, BN) * HKV
+    ends = tl.cumsum(blocks, 0)
+    total = tl.sum(blocks, 0)
+    share = (total + programs - 1) // programs
+    work = pid * share
+    stop = tl.minimum(work + share, total)
+    while work < stop:
+        b, h, block, taken = next_piece(work, stop, blocks, ends, BPAD, HKV)
+        length = tl.load(lengths + b)
+        first = tl.load(starts + b) + block * BN
+        last = tl.minimum(length, first + taken * BN)
+        tile = b * HKV + h
+        qs = load_tile(q, tile, q_row, q_head, q_step, HKV, G, T, M, D)
+        seen = length - T + 1 + tl.arange(0, M) % T
+        kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
+        vb = v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head
+        m = tl.full([M], FLOOR, tl.float32)
+        z = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
+        mj, lj = m, z
+        if EVIDENCE:
+            begin = tl.minimum(tl.maximum(tl.load(low + b), first), last)
+            end = tl.minimum(tl.maximum(tl.load(high + b), begin), last)
+            # J, what is before it, what is behind it; one copy of the walk keeps registers free
+            for part in tl.range(0, 3, num_stages=1):
+                since = tl.where(part == 0, begin, tl.where(part == 1, first, end))
+                until = tl.where(part == 0, end, tl.where(part == 1, begin, last))
+                m, z, acc = walk_causal(
+                    qs, kb, vb, k_step, v_step, since, until, seen, scale2, m, z, acc,
+                    BN, D, PRECISION,
+                )  # fmt: skip
+                mj, lj = tl.where(part == 0, m, mj), tl.where(part == 0, z, lj)
+        else:
+            m, z, acc = walk_causal(
+                qs, kb, vb, k_step, v_step, first, last, seen, scale2, m, z, acc, BN, D, PRECISION
+            )
+        save_partial(parts, sums, pid + tile, m, z, acc, mj, lj, G * T, D, EVIDENCE, M)
+        work += taken
+
+
+@triton.jit
+def verify_combine_kernel(
+    out, o_row, o_head, o_step, parts, sums, lse, lse_step, starts, lengths, active, B, programs,
+    HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BPAD: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
+):  # fmt: skip
+    """One query of one query head: grid B * H * T. lse [B, H, lse_step]."""
+    pid = tl.program_id(0)
+    head, r = pid // (G * T), pid % (G * T)
+    g, t = r // T, r % T
+    b, h = (head // HKV).to(tl.int64), head % HKV
+    # a row that is on and has nothing to read gets zeros
+    if tl.load(active + b) != 0:
+        slot, count = slots_of(head, starts, lengths, active, B, programs, HKV, BPAD, BN)
+        to = out + b * o_row + (h * G + g).to(tl.int64) * o_head + t * o_step
+        combine_slots(
+            slot, count, r, parts, sums, to, lse + (head * G + g) * lse_step + t,
+            G * T, D, CHUNK, EVIDENCE, M,
+        )  # fmt: skip
+
+
+@triton.jit
+def query_mass_kernel(
+    q, q_row, q_head, q_step, k, k_row, k_head, k_step, lse, lse_step, weights, weights_row, mass,
+    width, lengths, active, low, high, scale2,
+    HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BN: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum over t of weights[b, t] times the mean over G of 2^(logit - lse), zero outside J; grid
+    (pieces of SPAN positions, B * Hkv). Keys alone are read. ADD: to what is there.
+
+    Positions are the rows of the matrix, so that a position's sum stays within few threads.
+    """
+    head = tl.program_id(1)
+    b, h = head // HKV, head % HKV
+    if tl.load(active + b) == 0:
+        return
+    origin = tl.program_id(0) * SPAN
+    begin, end = tl.load(low + b), tl.load(high + b)
+    lane = tl.arange(0, BN)
+    to = mass + head.to(tl.int64) * width
+    if (origin >= end) | (origin + SPAN <= begin):
+        if not ADD:
+            for n in range(origin, tl.minimum(origin + SPAN, width), BN):
+                tl.store(to + n + lane, tl.zeros([BN], tl.float32), mask=n + lane < width)
+        return
+    r, d = tl.arange(0, M), tl.arange(0, D)
+    real = r < G * T
+    weight = tl.load(weights + b * weights_row + r % T, mask=real, other=0.0) / G
+    norm = tl.load(lse + (head * G + r // T) * lse_step + r % T, mask=real, other=0.0)
+    seen = tl.load(lengths + b) - T + 1 + r % T
+    qs = load_tile(q, head, q_row, q_head, q_step, HKV, G, T, M, D)
+    kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
+    for n in range(origin, tl.minimum(origin + SPAN, width), BN):
+        at = n + lane
+        inside = ((at >= begin) & (at < end))[:, None]
+        kk = tl.load(kb + at.to(tl.int64)[:, None] * k_step + d[None, :], mask=inside, other=0.0)
+        if PRECISION == "ieee":
+            # exact fp32 products hold their first operand in registers: the smaller one
+            x = tl.trans(tl.dot(qs, tl.trans(kk), input_precision=PRECISION))
+        else:
+            x = tl.dot(kk, tl.trans(qs), input_precision=PRECISION)
+        x = x * scale2 - norm[None, :]
+        p = tl.exp2(tl.where(inside & (at[:, None] < seen[None, :]), x, float("-inf")))
+        f = tl.sum(p * weight[None, :], 1)
+        if ADD:
+            f += tl.load(to + at, mask=at < width, other=0.0)
+        tl.store(to + at, f, mask=at < width)
