@@ -18,11 +18,11 @@ from transformers import DynamicCache
 
 from benchmarks.common import console, save
 from reread import Config, attach
+from reread.compact import CompactKV
 from reread.evaluation.needle import Vocabulary, make_texts
 from reread.evaluation.provenance import provenance
 from reread.integrations.hf.cache import RereadLayer, cache_keyword
 from reread.integrations.hf.load import load
-from reread.kv import CompactKV
 
 
 def run(model: Any, tokenizer: Any, ids: Tensor, steps: int, config: Config) -> dict[str, Any]:

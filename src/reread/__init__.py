@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import Config, SelectorConfig, SoftNMS, Span, SparsePrefill, TriggerConfig
+from .config import Config, DraftConfig, SelectorConfig, SoftNMS, Span, SparsePrefill, TriggerConfig
 from .errors import ConfigError, InputError, NumericalError, RereadError, UnsupportedError
 from .stats import Stats
 
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "DraftConfig",
     "InputError",
     "NumericalError",
     "Output",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .compact import CompactKV
 from .config import AFRESH, Config
 from .indexer.apply import best_keys, step_scores
-from .kv import CompactKV
 from .layer import LayerState
 from .ops.reference import attend
 from .oracle import step_mass
@@ -97,7 +97,7 @@ def decode_step(
             own = None if iq is None else iq[b]
             out[b], read, reading = _afresh(state, b, q[b : b + 1], row, config, scale, own)
         elif kind is StepKind.FAST:
-            out[b], read, reading = _fast(state, b, q[b], row, config, scale)
+            out[b], read, reading = read_chosen(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
             out[b], _ = _first(ops.decode_dense(q[b : b + 1], row, scale=scale, backend=HOST))
             state.chosen[b] = None
@@ -116,13 +116,15 @@ def _first(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]
     return out[0], None if mass is None else mass[0]
 
 
-def _fast(
+def read_chosen(
     state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float
 ) -> tuple[Tensor, int, Reading]:
+    """A fast step of one row, its newest position included: q [H, D] -> [H, Dv], the keys read per
+    KV head, and which."""
     compact = state.chosen[b]
     if not isinstance(compact, CompactKV):
         # the first step after a prefill, chosen by the prefill's own last queries
-        compact = state.chosen[b] = _select_from_tail(state, b, row, config, scale)
+        compact = state.chosen[b] = select_from_tail(state, b, row, config, scale)
     compact.append(row.k[0, :, -1], row.v[0, :, -1])
     out = attend(q, compact.keys, compact.values, scale)
     return out, compact.count, compact.reading
@@ -172,15 +174,15 @@ def _slow(
     allowed = allowed_span(row, config)
     out, mass = _first(ops.decode_dense(q, row, scale=scale, allowed=[allowed], backend=HOST))
     assert mass is not None
-    state.chosen[b] = _refresh(state, b, row, mass, allowed, config)
+    state.chosen[b] = chosen_by(state, b, row, mass, allowed, config)
     return out
 
 
-def _select_from_tail(
+def select_from_tail(
     state: LayerState, b: int, row: KVView, config: Config, scale: float
 ) -> CompactKV:
     before, mass, allowed = tail_mass(state, b, row, config, scale)
-    return _refresh(state, b, before, mass, allowed, config)
+    return chosen_by(state, b, before, mass, allowed, config)
 
 
 def tail_mass(
@@ -253,7 +255,7 @@ def choose(
     )
 
 
-def _refresh(
+def chosen_by(
     state: LayerState, b: int, row: KVView, mass: Tensor, allowed: Sequence[int], config: Config
 ) -> CompactKV:
     """Choose again for one row and gather what was chosen. mass: [Hkv, L]."""

@@ -11,15 +11,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 from .checks import require, require_bool, require_int
 from .decoding import SelectorConfig, TriggerConfig
+from .drafting import DraftConfig
 from .errors import ConfigError
 from .prefilling import SparsePrefill
 from .refinements import REFINEMENTS, Refinement, SoftNMS, Span
 
-Mode = Literal["slow-fast", "indexed", "oracle", "dense"]
+Mode = Literal["slow-fast", "indexed", "oracle", "exact", "dense"]
 AFRESH = ("indexed", "oracle")  # modes that choose the keys of every decode step anew
 Backend = Literal["auto", "reference", "triton"]
 Runner = Literal["auto", "graph", "eager"]
-PresetName = Literal["default", "paper", "indexed", "dense"]
+PresetName = Literal["default", "paper", "indexed", "exact", "dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,9 @@ class Config:
     Attributes:
         mode: "slow-fast"; "indexed": an indexer chooses the keys of every decode step anew, and
             steps that a trigger makes slow read everything; "oracle": the same by the step's own
-            attention mass, a reference and never an accelerator; or "dense": every step reads
-            everything, from the same cache.
+            attention mass, a reference and never an accelerator; "exact": fast steps draft, dense
+            attention verifies, the text is dense's; or "dense": every step reads everything, from
+            the same cache.
         indexer: folder of the indexer for mode "indexed"; None: that of `prefill`.
         sink: first positions of a row, always read.
         recent: newest positions, always read; at least 1, the current token is one of them.
@@ -38,6 +40,8 @@ class Config:
             share them.
         triggers: when a step is slow.
         selector: how a slow step chooses.
+        draft: how much is drafted in mode "exact"; its passes that verify are its slow steps, and
+            triggers play no part there.
         prefill: how a prompt is read sparsely; None: by the model's own dense attention.
         backend: "auto", or the ops by name ("reference", "triton"); never a silent fallback.
         runner: how a decode step runs with the Triton backend: "graph" as one CUDA graph around
@@ -57,6 +61,7 @@ class Config:
     k: int = 512
     triggers: TriggerConfig = field(default_factory=TriggerConfig)
     selector: SelectorConfig = field(default_factory=SelectorConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     prefill: SparsePrefill | None = None
     backend: Backend = "auto"
     runner: Runner = "auto"
@@ -84,8 +89,11 @@ class Config:
         require(
             isinstance(self.selector, SelectorConfig), "selector", self.selector, "a SelectorConfig"
         )
+        require(isinstance(self.draft, DraftConfig), "draft", self.draft, "a DraftConfig")
         ok = self.prefill is None or isinstance(self.prefill, SparsePrefill)
         require(ok, "prefill", self.prefill, "a SparsePrefill or None")
+        dense = self.prefill is None or self.mode != "exact"
+        require(dense, "prefill", self.prefill, "None in mode 'exact', which is dense's text")
         other = None if self.prefill is None else self.prefill.indexer
         folders = {os.path.normpath(folder) for folder in (self.indexer, other) if folder}
         same = len(folders) < 2
@@ -112,7 +120,7 @@ class Config:
     @classmethod
     def preset(cls, name: str) -> Config:
         """The named configuration: "default", "paper" (SFI's own constants), "indexed" (it needs an
-        indexer besides) or "dense".
+        indexer besides), "exact" or "dense".
 
         Raises:
             ConfigError: `name` is none of them.
@@ -183,6 +191,7 @@ def _decode(cls: type[_C], values: Mapping[str, Any], path: str) -> _C:
     nested: dict[str, Callable[[Any], Any]] = {
         "triggers": lambda v: _decode(TriggerConfig, v, "triggers."),
         "selector": lambda v: _decode(SelectorConfig, v, "selector."),
+        "draft": lambda v: _decode(DraftConfig, v, "draft."),
         **{name: functools.partial(decode, name=path + name) for name, decode in _WHOLE.items()},
     }
     return cls(
@@ -262,7 +271,16 @@ _PRESETS: dict[str, Callable[[], Config]] = {
     "default": Config,
     "paper": _paper,
     "indexed": _indexed,
+    "exact": lambda: Config(mode="exact"),
     "dense": lambda: Config(mode="dense"),
 }
 
-__all__ = ["Config", "SelectorConfig", "SoftNMS", "Span", "SparsePrefill", "TriggerConfig"]
+__all__ = [
+    "Config",
+    "DraftConfig",
+    "SelectorConfig",
+    "SoftNMS",
+    "Span",
+    "SparsePrefill",
+    "TriggerConfig",
+]

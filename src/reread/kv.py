@@ -1,5 +1,4 @@
-"""Where keys and values lie: a preallocated cache that only grows, and each row's compact copy for
-fast steps."""
+"""Where keys and values lie: a preallocated cache that only grows."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from .errors import InputError
 from .ops import MAX_LENGTH
-from .types import KVView, Reading
 
 GROWTH_SHARE = (
     16  # a full buffer grows by 1/16 of its length: at most 6.25 % of the KV bytes lie idle...
@@ -46,13 +44,26 @@ class Buffers:
         return hash((id(self.k), id(self.v), id(self.norms), id(self.index)))
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the keys of a pass go whose rows stand at different columns.
+
+    Attributes:
+        rows: the cache's row of each row of the pass.
+        columns: its first new column there.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
 class GrowingKV:
     """Keys and values of one layer, [B, Hkv, capacity, D], written in place and never moved within
     a row.
 
     Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
     key). An indexer's keys lie beside them too; `indexed` positions have one. `moves` counts how
-    often the memory became another.
+    often the memory became another. While `placement` is set, `append` writes where it says.
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
@@ -66,6 +77,7 @@ class GrowingKV:
         self._index: Tensor | None = None
         self.indexed = 0
         self.index_owner = ""
+        self.placement: Placement | None = None
 
     def reserve(self, positions: int) -> None:
         """Ask for room for `positions` in total at the next growth, so that a known length is
@@ -74,6 +86,9 @@ class GrowingKV:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Write keys and values [B, Hkv, T, D] behind what is there."""
+        if self.placement is not None:
+            self._place(k.detach(), v.detach(), self.placement)
+            return
         end = self.length + k.shape[2]
         self._k = self._room(self._k, k, end)
         self._v = self._room(self._v, v, end)
@@ -83,6 +98,22 @@ class GrowingKV:
             norms = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=torch.float32)
             self._norms = self._room(self._norms, norms, end)
             self._norms[:, :, self.length : end] = norms
+        self.length = end
+
+    def _place(self, k: Tensor, v: Tensor, placement: Placement) -> None:
+        """Write each row at its own columns; `length` becomes the end of the longest."""
+        assert self._k is not None
+        assert self._v is not None
+        end = max(self.length, max(placement.columns) + k.shape[2])
+        self._k, self._v = self._room(self._k, self._k, end), self._room(self._v, self._v, end)
+        if self._norms is not None:
+            self._norms = self._room(self._norms, self._norms, end)
+        for i, (row, first) in enumerate(zip(placement.rows, placement.columns, strict=True)):
+            span = slice(first, first + k.shape[2])
+            self._k[row, :, span], self._v[row, :, span] = k[i], v[i]
+            if self._norms is not None:
+                norms = torch.linalg.vector_norm(k[i], dim=-1, dtype=torch.float32)
+                self._norms[row, :, span] = norms
         self.length = end
 
     def claim_index(self, owner: str) -> None:
@@ -227,74 +258,3 @@ class GrowingKV:
                 with torch.inference_mode(False):
                     kept = buffer.index_select(0, rows.to(buffer.device).clone())
                 setattr(self, name, kept)
-
-
-class CompactKV:
-    """What fast steps of one row read, contiguous: [sink | selected | recent], [Hkv, N, D].
-
-    Made at a slow step; then every new token is appended to its recent part. Positions are baked
-    into the keys by RoPE, so the order of the parts does not matter.
-    """
-
-    def __init__(
-        self, kv: KVView, selected: Tensor, window_start: int, sink: int, room: int
-    ) -> None:
-        """Gather row 0 of `kv` (a view of a single row).
-
-        Args:
-            selected: int64 [Hkv, K] positions, none in sink or window.
-            window_start: first position of the recent window.
-            room: positions to leave free for the steps until the next refresh.
-        """
-        start, length = kv.starts[0], kv.lengths[0]
-        first = torch.arange(start, min(start + sink, window_start), device=selected.device)
-        window: slice | Tensor = slice(window_start, length)
-        if kv.valid is not None:
-            first = first[kv.valid[0, first]]
-            window = torch.arange(window_start, length, device=selected.device)
-            window = window[kv.valid[0, window]]
-        index = torch.cat([first.expand(selected.shape[0], -1), selected], dim=1)
-        self.k, self.count = self._gather(kv.k[0], index, window, room)
-        self.v, _ = self._gather(kv.v[0], index, window, room)
-        self.room = room
-        self.selected = selected
-        self.reading = Reading(selected, min(start + sink, window_start), window_start)
-
-    @staticmethod
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _gather(
-        cache: Tensor, index: Tensor, window: slice | Tensor, room: int
-    ) -> tuple[Tensor, int]:
-        recent = cache[:, window]
-        fixed, count = index.shape[1], index.shape[1] + recent.shape[1]
-        out = cache.new_empty(cache.shape[0], count + room, cache.shape[2])
-        for h in range(cache.shape[0]):
-            torch.index_select(cache[h], 0, index[h], out=out[h, :fixed])
-        out[:, fixed:count] = recent
-        return out, count
-
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Add one token's key [Hkv, D] and value [Hkv, Dv] to the recent part."""
-        if self.count == self.k.shape[1]:
-            with torch.inference_mode(False):
-                self.k = torch.nn.functional.pad(self.k, (0, 0, 0, self.room))
-                self.v = torch.nn.functional.pad(self.v, (0, 0, 0, self.room))
-        self.k[:, self.count] = k
-        self.v[:, self.count] = v
-        self.count += 1
-
-    @property
-    def keys(self) -> Tensor:
-        """[Hkv, N, D], a view."""
-        return self.k[:, : self.count]
-
-    @property
-    def values(self) -> Tensor:
-        """[Hkv, N, Dv], a view."""
-        return self.v[:, : self.count]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy, room included."""
-        return self.k.nbytes + self.v.nbytes

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .compact import CompactKV
 from .errors import UnsupportedError
-from .kv import Buffers, CompactKV, GrowingKV
+from .kv import Buffers, GrowingKV
 from .ops import refusal
 from .types import Watched
 
@@ -27,6 +28,21 @@ class DeviceRow:
     count: int
 
 
+@dataclass(slots=True)
+class Evidence:
+    """What the latest verification of one row leaves for the Selector.
+
+    Attributes:
+        queries: [H, T, D], after RoPE.
+        first: column of the first of them.
+        used: how many of them stand; those behind are of refused tokens.
+    """
+
+    queries: Tensor
+    first: int
+    used: int
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LayerState:
     """One full-attention layer of one conversation.
@@ -40,6 +56,7 @@ class LayerState:
         tail_positions: int64 [B, <= W], where those queries stand in the cache, -1 for padding.
         tail_end: cached columns when the tail was taken.
         scale: factor on the logits, as the prefill used it.
+        evidence: by row, of mode "exact".
         watch: told of every row of every decode step that runs row by row; None: nobody watches.
     """
 
@@ -49,12 +66,14 @@ class LayerState:
     tail_positions: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
     tail_end: int = 0
     scale: float = 1.0
+    evidence: dict[int, Evidence] = field(default_factory=dict)
     watch: Callable[[Watched], None] | None = None
 
     def invalidate(self) -> None:
         """Forget selections and tail: the cache changed in a way that they do not know."""
         self.chosen = [None] * len(self.chosen)
         self.tail, self.tail_end = None, 0
+        self.evidence.clear()
 
     def remember_tail(self, q: Tensor, width: int, exist: Tensor | None = None) -> None:
         """Keep each row's newest `width` prefill queries, whatever the chunks and the padding.

@@ -7,6 +7,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What mode "exact" drafted, over all rows.
+
+    Attributes:
+        verified: passes that verified a row.
+        drafted, accepted: tokens that sparse steps proposed, and those of them that stand.
+        lengths: how many drafts had so many tokens, by number of tokens.
+        tokens: new tokens of all rows, each up to its end.
+    """
+
+    verified: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that stand; 0 where none was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def accepted_per_verify(self) -> float:
+        """Drafted tokens that stand, for each pass that verified a row; its own token comes on
+        top."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+
 @dataclass(slots=True)
 class Stats:
     """One call of `generate`.
@@ -22,6 +51,7 @@ class Stats:
             it was read densely.
         slow_reasons: how many slow steps each trigger caused, over all rows.
         decode_steps: forward passes after the prefill.
+        drafts: of mode "exact", whose fast steps draft and whose slow steps verify; else None.
         new_tokens: tokens produced per row (padding after a row's end included).
         prefill_s: seconds until the first token was chosen.
         decode_s: seconds from there to the end.
@@ -42,6 +72,7 @@ class Stats:
     slow_reasons: dict[str, int] = field(default_factory=dict)
     decode_steps: int = 0
     new_tokens: int = 0
+    drafts: Drafts | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
     backend: str = ""
@@ -53,9 +84,11 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed: steps times rows over decode_s; 0 if nothing was decoded."""
+        """Decode speed: tokens of all rows behind the first over decode_s; 0 if nothing was
+        decoded."""
         rows = max(1, len(self.slow_steps))
-        return self.decode_steps * rows / self.decode_s if self.decode_s > 0 else 0.0
+        steps = self.decode_steps * rows if self.drafts is None else self.drafts.tokens - rows
+        return steps / self.decode_s if self.decode_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, `tokens_per_s` included, for JSON."""

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reread.kv import CompactKV, GrowingKV
+from reread.compact import CompactKV
+from reread.kv import GrowingKV
 from reread.types import KVView
 
 B, HKV, D, DV = 2, 3, 4, 5

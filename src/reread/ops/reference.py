@@ -66,6 +66,9 @@ def verify_dense(
         mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
     for b in range(rows):
         start, end = kv.starts[b], kv.lengths[b]
+        if allowed is None and kv.valid is None and end - queries >= start:
+            out[b] = _attend_newest(q[b], kv.k[b, :, start:end], kv.v[b, :, start:end], scale)
+            continue
         at = torch.arange(start, end, device=q.device)
         seen_from = torch.arange(end - queries, end, device=q.device)
         logits = _row_logits(q[b], kv, b, scale)
@@ -79,6 +82,21 @@ def verify_dense(
             low, high = allowed[b]
             mass[b, :, :, low:high] = allowed_probabilities(logits[..., low - start : high - start])
     return out, mass
+
+
+def _attend_newest(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One row whose newest T positions ask: q [H, T, D], k [Hkv, N, D], v [Hkv, N, Dv] -> [H, T,
+    Dv]. Packed as in `attend`, so that K and V are read once for all G * T queries."""
+    heads, new, dim = q.shape
+    group, length = heads // k.shape[0], k.shape[1]
+    future = torch.full((new, new), NEG_INF, dtype=q.dtype, device=q.device).triu(1)
+    mask = q.new_zeros(group, new, length)
+    mask[:, :, length - new :] = future
+    packed = q.reshape(1, k.shape[0], group * new, dim)
+    out = scaled_dot_product_attention(
+        packed, k[None], v[None], attn_mask=mask.view(1, 1, group * new, length), scale=scale
+    )
+    return out.view(heads, new, v.shape[-1])
 
 
 def decode_sparse(

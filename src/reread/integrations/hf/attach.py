@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from ...config import Config
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedError
 from ...indexer.model import Indexer
 from . import guard, interface
 from .session import Progress, Session
@@ -59,14 +59,9 @@ def attach(
         raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
     interface.require_free(model)
-    if config.mode == "oracle":
-        if config.backend == "triton":
-            raise ConfigError("backend='triton' has no mode 'oracle', which is a reference")
-        if config.runner == "graph":
-            raise ConfigError("runner='graph' has no mode 'oracle', which is a reference")
-        config = dataclasses.replace(config, backend="reference")
+    config = _on_reference(model, config)
     boundary, note = None, ""
-    if config.mode != "dense" and config.triggers.boundary:
+    if config.mode not in ("dense", "exact") and config.triggers.boundary:
         tokenizer = tokenizer if tokenizer is not None else find_tokenizer(model)
         if tokenizer is None:
             note = NO_TOKENIZER
@@ -77,3 +72,18 @@ def attach(
     if note:
         session.notes.append(note)
     return session
+
+
+def _on_reference(model: Any, config: Config) -> Config:
+    """Modes that the kernels do not run, by the reference ops."""
+    if config.mode not in ("oracle", "exact"):
+        return config
+    for name, value in (("backend", "triton"), ("runner", "graph")):
+        if getattr(config, name) == value:
+            raise ConfigError(f"{name}={value!r} has no mode {config.mode!r}: leave it at 'auto'")
+    if config.mode == "exact" and config.backend == "auto" and model.device.type == "cuda":
+        raise UnsupportedError(
+            "mode 'exact' does not run on the GPU kernels yet: set backend='reference', which is "
+            "slower there than dense decoding, or use another mode"
+        )
+    return dataclasses.replace(config, backend="reference")

@@ -71,7 +71,7 @@ class RereadLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         state = self.state
-        if state.kv.length:
+        if state.kv.length and state.kv.placement is None:
             _check_same(state.kv.keys, key_states)
             _check_same(state.kv.values, value_states)
         state.kv.append(key_states, value_states)

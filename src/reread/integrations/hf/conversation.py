@@ -46,7 +46,14 @@ class Conversation:
         self.before = None
         for state in self.states.values():
             state.chosen = [None] * len(state.chosen)
+            state.evidence.clear()
             state.kv.reserve(reserve)
+
+    def forget(self) -> None:
+        """What was chosen no longer holds; a row's next step chooses from evidence of its own."""
+        self.controller.prefilled()
+        for state in self.states.values():
+            state.invalidate()
 
     def plan(self, ids: Tensor | None, mask: Any, counted: tuple[bool, ...]) -> StepPlan:
         """Decide the decode step that is about to run.

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ...attention import Meter
 from ...config import Config
 from ...policy.controller import Controller
 from ...prefill import PrefillMeter
-from ...stats import Stats
+from ...stats import Drafts, Stats
 from ...types import StepKind
+from .arguments import put
 
 REFERENCE_PREFILL = (
     "the sparse prefill ran on the reference path: it shows what a budget costs and saves no time"
 )
+
+
+class Drafted(Protocol):
+    """What a loop of mode "exact" tells: see `exact.loop.Loop`."""
+
+    meter: Meter
+    steps: int
+    prompt: int
+
+    @property
+    def drafts(self) -> Drafts: ...
+
+    @property
+    def width(self) -> int: ...
 
 
 class Recorder:
@@ -38,6 +54,7 @@ class Recorder:
         self.prefill = PrefillMeter()
         self.steps = 0
         self.new_tokens = 0
+        self.drafts: Drafts | None = None
         self._ends = ends
         self._finished: list[bool] = []
         self._controllers: dict[int, tuple[Controller, Counter[str]]] = {}
@@ -82,6 +99,11 @@ class Recorder:
             if not done:
                 self.meter.add(row, StepKind.FULL, 1, 1)
 
+    def drafted(self, loop: Drafted) -> None:
+        """An exact generation has ended."""
+        self.meter, self.steps, self.drafts = loop.meter, loop.steps, loop.drafts
+        self.new_tokens = loop.width - loop.prompt
+
     @property
     def told(self) -> list[str]:
         """What the user should know of the prefill."""
@@ -108,6 +130,7 @@ class Recorder:
             slow_reasons=dict(reasons),
             decode_steps=self.steps,
             new_tokens=self.new_tokens,
+            drafts=self.drafts,
             prefill_s=first - self._began,
             decode_s=ended - first,
             backend=ran[0],
@@ -142,3 +165,15 @@ def end_tokens(model: Any, given: dict[str, Any]) -> frozenset[int]:
     if isinstance(value, Tensor):
         value = value.flatten().tolist()
     return frozenset([value] if isinstance(value, int) else value or [])
+
+
+def observe(bound: inspect.BoundArguments, given: dict[str, Any], on_token: Any) -> None:
+    """Put an `Observer` before the stopping criteria of a call of `generate`."""
+    stopping = [Observer(on_token), *(given.get("stopping_criteria") or [])]
+    put(bound, "stopping_criteria", StoppingCriteriaList(stopping))
+
+
+def recorder_of(model: Any, ids: Tensor | None, given: dict[str, Any]) -> Recorder:
+    """Of a call of `generate` with the prompt `ids` [B, T]; given: its arguments by name."""
+    prompt = 0 if ids is None else ids.shape[1]
+    return Recorder(prompt, given.get("max_new_tokens") or 0, end_tokens(model, given))

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from ... import ops
@@ -21,13 +20,14 @@ from ...policy.trigger import entropy
 from ...prefill import prefill_step, resolved
 from ...stats import Stats
 from . import guard, interface
-from .arguments import flat, put
+from .arguments import flat
 from .cache import sparse_layers
 from .call import Call, decode_call, prompt_call
 from .conversation import Conversations
+from .exact.decoder import Decoder
 from .indexed import reader_of
 from .prompt_layers import PromptLayers
-from .recorder import Observer, Recorder, end_tokens
+from .recorder import Recorder, observe, recorder_of
 from .runner import Runner
 
 NO_LAYERS = (
@@ -70,6 +70,8 @@ class Session:
         known = config, self._text_config, self._layers, boundary
         self._conversations = Conversations(*known, getattr(self._reader, "digest", ""))
         self._prefill = None if config.prefill is None else resolved(config.prefill, self._backend)
+        exact = config.mode == "exact" and bool(self._layers)
+        self._exact = Decoder(model, config, self._conversations) if exact else None
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
             self._runner = Runner(model, config, self._layers, self._reader)
@@ -138,11 +140,11 @@ class Session:
         cache = given.get("cache", given.get("past_key_values"))
         past = cache.get_seq_length() if isinstance(cache, Cache) else 0
         guard.check_inputs(self.model, ids, given.get("attention_mask"), past)
-        stopping = [Observer(self._on_token), *(given.get("stopping_criteria") or [])]
-        put(bound, "stopping_criteria", StoppingCriteriaList(stopping))
-        prompt = 0 if ids is None else ids.shape[1]
-        wanted = given.get("max_new_tokens") or 0
-        self._recorder = Recorder(prompt, wanted, end_tokens(self.model, given))
+        self._recorder = recorder_of(self.model, ids, given)
+        if self._exact is not None:
+            self._exact.join(bound, given, self._recorder, self._progress)
+        else:
+            observe(bound, given, self._on_token)
         try:
             return generate(*bound.args, **bound.kwargs)
         finally:
@@ -156,6 +158,7 @@ class Session:
         `with session.decoding(): model(token, past_key_values=cache)`. Afterwards `stats` describes
         the block.
         """
+        guard.check_own_loop(self.config)
         if self._runner is not None:
             self._runner.recheck()
         self._recorder = Recorder(0, 0, frozenset())
@@ -184,6 +187,8 @@ class Session:
     # -- around each forward
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._exact is not None and self._exact.running:
+            return  # it plans its own passes
         given = flat(self._signature.bind_partial(*args, **kwargs))
         cache = given.get("cache", given.get("past_key_values"))
         if self._reader is not None:
@@ -224,15 +229,12 @@ class Session:
         return self._forward(*args, **kwargs)
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kwargs: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor | None:
         """One layer's attention [B, T, H, Dv], or None where the model's own has to run."""
         call, layer = self._call, int(getattr(module, "layer_idx", -1))
+        if self._exact is not None and self._exact.running:
+            return self._exact.attend(module, layer, (query, key, value), kwargs)
         state = None if call is None else call.conversation.states.get(layer)
         if call is None or state is None or not state.kv.length:
             return None

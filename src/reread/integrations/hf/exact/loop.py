@@ -1,0 +1,262 @@
+"""The cycle of mode "exact": draft with sparse steps, verify with one dense pass, take what stands.
+
+Rows advance each on their own, at columns of their own. Where layers keep caches of their own kind
+(sliding windows, recurrent states), which know one column for all rows, rows advance together, by
+as many tokens as the row that takes the fewest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ....attention import Meter
+from ....config import Config
+from ....policy.draft import Costs
+from ....stats import Drafts
+from ....types import StepKind
+from .passes import Passes
+from .rows import Chooser, Row
+from .snapshot import Snapshot
+
+FILL = 16  # columns that are filled at once behind rows that ended early
+QUERY = {"cpu": 0.08}  # of a dense step, for each drafted token that a pass verifies (measured)
+OTHER_QUERY = 0.01  # on a GPU, where weights and keys are read once whatever their number
+
+
+class Loop:
+    """One call of `generate`.
+
+    Attributes:
+        rows: in the order of the batch.
+        prompt: tokens of the prompt, padding included.
+        meter, steps, lengths: what ran: keys by kind, forward passes, drafts by their length.
+        put: told of every verified token, [1].
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        passes: Passes,
+        rows: list[Row],
+        texts: Tensor,
+        chooser: Chooser,
+        stopping: Any,
+    ) -> None:
+        """texts: int64 [B, longest], padded behind each row's `count`."""
+        self._config, self._passes, self._texts = config, passes, texts
+        self._chooser, self._stopping = chooser, stopping
+        # without an end token, dense decoding goes on with a row until all have ended
+        self._hard = any(hasattr(criterion, "eos_token_id") for criterion in stopping)
+        # columns of the cache before the text begins: of a cache that was given, of embeddings
+        self._offset = rows[0].length - rows[0].count
+        self.rows, self.prompt = rows, rows[0].count
+        self.meter = Meter.of(len(rows))
+        self.steps = 0
+        self.lengths: dict[int, int] = {}
+        self.put: Callable[[Tensor], object] = lambda tokens: None
+
+    @property
+    def drafts(self) -> Drafts:
+        """What has been drafted."""
+        return Drafts(
+            verified=sum(row.verified for row in self.rows),
+            drafted=sum(row.drafted for row in self.rows),
+            accepted=sum(row.accepted for row in self.rows),
+            lengths=dict(sorted(self.lengths.items())),
+            tokens=sum((row.end or row.count) - self.prompt for row in self.rows),
+        )
+
+    @property
+    def width(self) -> int:
+        """Tokens of the batch, as dense decoding would end it: those of the row that ended last."""
+        return max(row.end or row.count for row in self.rows)
+
+    def active(self) -> list[Row]:
+        """Rows that go on."""
+        going = [row for row in self.rows if not row.done]
+        if all(row.end for row in self.rows):
+            return [row for row in going if row.count < self.width]
+        return going
+
+    def begin(self, logits: Tensor) -> None:
+        """Choose every row's first token. logits: fp32 [B, V] of the prefill."""
+        for row in self.rows:
+            self.append(row, self._chooser.verify(logits[row.index, None], row)[1][0])
+
+    def run(self, progress: Callable[[int], None]) -> None:
+        """Until every row has ended; progress: told of the longest text's tokens."""
+        while rows := self.active():
+            before = Snapshot(self._passes.cache) if self._passes.together else None
+            self._draft(rows)
+            self._verify(rows, before)
+            progress(self.width)
+
+    def append(self, row: Row, token: int) -> None:
+        """One verified token: into the text, to the streamer, past the stopping criteria."""
+        self._texts[row.index, row.count] = token
+        row.count += 1
+        text = self._texts[row.index : row.index + 1, : row.count]
+        self.put(text[:, -1])
+        # every criterion is asked for every token, as dense decoding does
+        if bool(self._stopping(text, None)[0]) or row.count == self._texts.shape[1]:
+            row.end = row.end or row.count
+            row.done = self._hard or row.count == self._texts.shape[1]
+
+    # -- drafting
+
+    def _costs(self, rows: Sequence[Row]) -> Costs:
+        """By the bytes that a step of these rows reads."""
+        key = self._passes.key_bytes
+        dense = sum(row.keys for row in rows) * key
+        fast = sum(min(row.keys, self._config.budget) for row in rows) * key
+        weights = self._passes.weight_bytes
+        return Costs((weights + fast) / (weights + dense), QUERY.get(self._passes.on, OTHER_QUERY))
+
+    def _length(self, row: Row, costs: Costs) -> int:
+        """How many tokens the row drafts now."""
+        if not row.basis or not self._sparse(row):
+            return 0
+        room = self._texts.shape[1] - row.count - 1
+        return max(0, min(row.policy.next(costs), room, self._unturned(row)))
+
+    def _unturned(self, row: Row) -> int:
+        """Draft tokens that may share a pass with the row's newest token: a pass turns all its
+        positions by the frequencies of the last."""
+        passes = self._passes
+        if row.position < passes.turn:
+            return passes.turn - 1 - row.position
+        return 0 if passes.drifts else self._config.draft.tokens
+
+    def _sparse(self, row: Row) -> bool:
+        """Whether a draft reads less than everything."""
+        return not self._config.dense_below_budget or row.keys > self._config.budget
+
+    def _draft(self, rows: Sequence[Row]) -> None:
+        costs, together = self._costs(rows), self._passes.together
+        wanted = {row.index: self._length(row, costs) for row in rows}
+        if together:
+            wanted = dict.fromkeys(wanted, min(wanted.values()))
+        for row in self.rows:
+            row.draft, row.chances, row.ends = [], [], False
+        while going := [r for r in rows if len(r.draft) < wanted[r.index] and not r.ends]:
+            if together and len(going) < len(rows):
+                break
+            fed = self.rows if together else going
+            tokens = [[row.draft[-1] if row.draft else self._newest(row)] for row in fed]
+            first = [row.length + len(row.draft) for row in fed]
+            logits, step = self._passes.run(fed, tokens, first, verify=False)
+            self.steps += 1
+            for i, row in enumerate(fed):
+                self._chooser.draft(logits[i, 0], row, self._config.draft.min_probability)
+                if row in going:
+                    self._count(row, StepKind.FAST, step.read[i], 0)
+        for row in rows:
+            self.lengths[len(row.draft)] = self.lengths.get(len(row.draft), 0) + 1
+
+    def _newest(self, row: Row) -> int:
+        return int(self._texts[row.index, row.count - 1])
+
+    def _count(self, row: Row, kind: StepKind, read: int, cached: int) -> None:
+        self.meter.add(row.index, kind, read, cached, len(self._passes.states))
+
+    # -- verifying
+
+    def _verify(self, rows: Sequence[Row], before: Snapshot | None) -> None:
+        fed = list(rows) if before is None else self.rows
+        size = 1 + max(len(row.draft) for row in rows)
+        tokens = [_padded([self._newest(row), *row.draft], size) for row in fed]
+        first = [row.length for row in fed]
+        evidence = frozenset(row.index for row in rows if self._wants_evidence(row))
+        if before is not None:
+            self._back(before)
+        logits, step = self._passes.run(fed, tokens, first, verify=True, evidence=evidence)
+        self.steps += 1
+        going = [(i, row) for i, row in enumerate(fed) if row in rows]
+        found = {row.index: self._chooser.verify(logits[i], row) for i, row in going}
+        keys = {row.index: row.keys for row in rows}
+        taken = self._each(rows, found) if before is None else self._together(rows, found)
+        if before is not None and self._passes.others and max(taken.values()) < size:
+            # recurrent states have read tokens that do not stand
+            self._back(before)
+            kept = max(taken.values())
+            self._passes.run(self.rows, [t[:kept] for t in tokens], first, verify=True)
+            self.steps += 1
+        for i, row in going:
+            n = taken[row.index]
+            dense = n * keys[row.index] + n * (n - 1) // 2
+            self._count(row, StepKind.SLOW, step.read[i], dense)
+            row.told(found[row.index][0], n)
+            row.basis = row.index in evidence
+        self._passes.settle(self.rows, taken)
+
+    def _wants_evidence(self, row: Row) -> bool:
+        """Whether the row may draft behind this verification."""
+        if not self._sparse(row):
+            return False
+        return bool(row.draft) or row.policy.may_draft(self._costs([row]))
+
+    def _each(self, rows: Sequence[Row], found: dict[int, tuple[int, list[int]]]) -> dict[int, int]:
+        """Every row takes its own tokens, as far as its text goes. Returns how many, by row."""
+        taken = {}
+        for row in rows:
+            before = row.count
+            for token in found[row.index][1]:
+                self.append(row, token)
+                if row.done:
+                    break
+            taken[row.index] = row.count - before
+            row.length += taken[row.index]
+        return taken
+
+    def _together(
+        self, rows: Sequence[Row], found: dict[int, tuple[int, list[int]]]
+    ) -> dict[int, int]:
+        """All rows take as many tokens as the one that takes the fewest; rows that are done go on
+        with padding, as in dense decoding."""
+        least, kept = min(len(tokens) for _, tokens in found.values()), 0
+        while kept < least and any(not row.done for row in rows):
+            for row in rows:
+                if not row.done:
+                    self.append(row, found[row.index][1][kept])
+            kept += 1
+        for row in self.rows:
+            row.length += kept
+            row.count = row.length + 1 - self._offset
+        return {row.index: kept for row in self.rows}
+
+    def _back(self, before: Snapshot) -> None:
+        before.restore()
+        self._passes.crop(self.rows[0].length)
+
+    # -- behind the end
+
+    def close(self, *, fill: bool) -> Tensor:
+        """The texts [B, width], and the cache as dense decoding leaves it: without the newest
+        token.
+
+        Args:
+            fill: whether the cache goes on to be used, so that rows which ended early need the
+                padding that dense decoding reads behind them.
+        """
+        end = self.width - 1 + self._offset
+        for row in self.rows:
+            row.length = min(row.length, end)
+        while fill and (short := [row for row in self.rows if row.length < end]):
+            size = min(FILL, min(end - row.length for row in short))
+            starts = [row.length - self._offset for row in short]
+            tokens = [
+                self._texts[row.index, at : at + size].tolist()
+                for row, at in zip(short, starts, strict=True)
+            ]
+            self._passes.run(short, tokens, [row.length for row in short], verify=True)
+            for row in short:
+                row.length += size
+        self._passes.crop(end)
+        return self._texts[:, : self.width]
+
+
+def _padded(tokens: list[int], size: int) -> list[int]:
+    return tokens + tokens[-1:] * (size - len(tokens))

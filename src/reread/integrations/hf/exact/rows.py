@@ -1,0 +1,117 @@
+"""One row of a batch that decodes exactly: its text, where it stands in the cache, its draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....policy.acceptance import greedy, speculative
+from ....policy.draft import DraftLength
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """See the module.
+
+    Attributes:
+        index: row of the cache.
+        start: first cache column that is no padding.
+        shift: columns of the prompt that are padding, before or between its tokens.
+        length: cached columns, all verified; the newest token is not among them.
+        count: tokens in the text, prompt and padding included.
+        policy: how much it drafts.
+        end: tokens of the text when a stopping criterion ended it; 0 before.
+        done: whether it takes no more tokens.
+        draft: tokens drafted since the latest verification, and for sampling their distributions.
+        ends: whether the draft is complete.
+        basis: whether something tells what a draft may read.
+        verified, drafted, accepted: passes that verified, and tokens of all drafts.
+    """
+
+    index: int
+    start: int
+    shift: int
+    length: int
+    count: int
+    policy: DraftLength
+    end: int = 0
+    done: bool = False
+    draft: list[int] = field(default_factory=list)
+    chances: list[Tensor] = field(default_factory=list)
+    ends: bool = False
+    basis: bool = True
+    verified: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Keys that dense decoding of the next token reads."""
+        return self.length - self.shift + 1
+
+    @property
+    def position(self) -> int:
+        """Of the newest token in the row's text."""
+        return self.length - self.shift
+
+    def told(self, accepted: int, taken: int) -> None:
+        """So many tokens of the draft stand, and so many went into the text: fewer where it ended,
+        or where another row took fewer."""
+        self.policy.observe(accepted, len(self.draft))
+        self.verified += 1
+        self.drafted += len(self.draft)
+        self.accepted += min(accepted, taken)
+
+
+class Chooser:
+    """How one call of `generate` chooses tokens: its logits processors, greedy or sampling."""
+
+    def __init__(self, processors: Any, sample: bool, texts: Tensor) -> None:
+        """texts: int64 [B, columns], written by the loop."""
+        self._processors, self._sample, self._texts = processors, sample, texts
+
+    def _scores(self, logits: Tensor, row: Row, behind: Sequence[int]) -> Tensor:
+        """logits fp32 [V] as dense decoding of this row's text and `behind` would see them."""
+        if not len(self._processors):
+            return logits
+        text = self._texts[row.index, : row.count]
+        if behind:
+            text = torch.cat([text, text.new_tensor(behind)])
+        scores: Tensor = self._processors(text[None], logits[None].clone())
+        return scores[0]
+
+    def draft(self, logits: Tensor, row: Row, threshold: float) -> None:
+        """Add a token to the row's draft. logits: [V] of a sparse step."""
+        scores = self._scores(logits.float(), row, row.draft)
+        chances = torch.softmax(scores, dim=-1)
+        if self._sample:
+            row.draft.append(int(torch.multinomial(chances, 1)))
+            row.chances.append(chances)
+        else:
+            row.draft.append(int(scores.argmax()))
+        row.ends = threshold > 0 and float(chances.max()) <= threshold
+
+    def verify(self, logits: Tensor, row: Row) -> tuple[int, list[int]]:
+        """How many drafted tokens stand, and the tokens that follow the row's newest: those, and
+        dense decoding's own next one.
+
+        Args:
+            logits: [T, V] of the newest token and the drafted ones; T may be larger.
+        """
+        found: list[int] = []
+        for t in range(len(row.draft) + 1):
+            drafted = row.draft[t] if t < len(row.draft) else None
+            scores = self._scores(logits[t].float(), row, found)
+            if self._sample:
+                chances = row.chances[t] if drafted is not None else None
+                stands, token = speculative(scores, drafted, chances)
+            else:
+                stands, token = greedy(scores, drafted)
+            found.append(token)
+            if not stands:
+                break
+        return len(found) - 1, found
