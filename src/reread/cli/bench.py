@@ -62,6 +62,8 @@ class DecodeOptions(BenchOptions, PresetOptions):
         config = config_of(self.preset, self.settings)
         if config.mode == "dense":
             raise InputError("mode 'dense' has no fast steps: dense arms are timed anyway")
+        if config.mode == "exact":
+            raise InputError("mode 'exact' does not run on the GPU kernels yet: nothing to time")
         return config
 
     def gaps(self, config: Config) -> list[float]:

@@ -27,7 +27,9 @@ AnyOptions = TypeVar("AnyOptions")  # a command's own dataclass of options
 class PresetOptions:
     """A configuration, as given."""
 
-    preset: Annotated[str, typer.Option(help="default, paper, indexed or dense.")] = "default"
+    preset: Annotated[str, typer.Option(help="default, paper, indexed, exact or dense.")] = (
+        "default"
+    )
     settings: Annotated[
         list[str] | None,
         typer.Option(

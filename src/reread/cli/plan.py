@@ -42,9 +42,10 @@ class PlanOptions(CellOptions, PresetOptions):
 def plan_command(options: PlanOptions) -> None:
     """Estimate speed and memory of dense and slow-fast decoding on a GPU, from a model of both."""
     config, shape, gpu = options.config(), shape_of(options.shape), gpu_of(options.gpu)
-    if config.mode in AFRESH:
+    if config.mode in (*AFRESH, "exact"):
         raise InputError(
-            f"mode {config.mode!r} is not in the planner's model: measure it with bench decode"
+            f"mode {config.mode!r} is not in the planner's model: measure it "
+            f"{'with `reread compare`' if config.mode == 'exact' else 'with bench decode'}"
         )
     plans = [
         plan(shape, context, batch, gpu, config, slow_every=options.sentence)

@@ -1,6 +1,7 @@
 """The methods that `reread eval` compares: presets, changes to them, and the baselines of others.
 
-dense, default, paper   presets
+dense, default, paper, exact
+                        presets
 oracle                  every decode step chooses by its own attention mass (a reference)
 indexer                 preset "indexed": an indexer chooses for every decode step
 prefill                 sparse prefill by an indexer, then dense decoding
@@ -31,7 +32,7 @@ PRESSES = {
     "knorm": "KnormPress",
     "pyramidkv": "PyramidKVPress",
 }
-OURS = ("dense", "default", "paper", "oracle", "indexer", "prefill")
+OURS = ("dense", "default", "paper", "oracle", "indexer", "exact", "prefill")
 DEFAULT_SHARE = 0.5  # of a baseline without one: what the SFI paper's tables keep
 MOST_RECENT = 4  # at a share, the window takes at most a quarter of the keys
 

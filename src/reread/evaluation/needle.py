@@ -28,7 +28,7 @@ from ..errors import InputError
 from ..integrations.hf.attach import attach
 from ..integrations.hf.cache import cache_keyword
 from ..integrations.hf.session import Session
-from ..stats import Stats
+from ..stats import Drafts, Stats
 
 Kind = Literal["code", "note", "chain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -187,7 +187,7 @@ class Result:
     Attributes:
         shares: share of answer words right, per case; accuracy: their mean.
         slow_steps, fast_steps, full_steps: of all cases together.
-        read: keys_read_share of each batch of cases; runners: how its steps ran.
+        read, drafts: of each batch of cases, drafts in mode "exact"; runners: how its steps ran.
     """
 
     shares: list[float] = field(default_factory=list)
@@ -196,6 +196,7 @@ class Result:
     full_steps: int = 0
     read: list[float] = field(default_factory=list)
     runners: set[str] = field(default_factory=set)
+    drafts: list[Drafts] = field(default_factory=list)
 
     def count(self, stats: Stats) -> None:
         """What one batch of cases did."""
@@ -203,6 +204,8 @@ class Result:
         self.fast_steps += sum(stats.fast_steps)
         self.full_steps += sum(stats.full_steps)
         self.read.append(stats.keys_read_share)
+        if stats.drafts is not None:
+            self.drafts.append(stats.drafts)
         self.runners.add(f"{stats.backend}, {stats.runner}")
 
     @property

@@ -68,7 +68,9 @@ class Controller:
     def _reason(self, row: RowState, token: int | None, keys: int, has_selection: bool) -> str:
         """Why the row's step is not fast; "" if it is."""
         config, triggers = self.config, self.config.triggers
-        if config.mode == "dense" or (config.dense_below_budget and keys <= config.budget):
+        # tokens that are given need no draft: exact steps of them are dense ones
+        dense = config.mode in ("dense", "exact")
+        if dense or (config.dense_below_budget and keys <= config.budget):
             return "full"
         if not has_selection and config.mode not in AFRESH:
             return "first" if row.fresh else "no selection"

@@ -147,6 +147,8 @@ def figures_of(stats: Stats, config: Config, case: Case, query: Query) -> dict[s
         "fast_steps": float(fast),
         "full_steps": float(full),
     }
+    if stats.drafts is not None:
+        found["acceptance"] = stats.drafts.acceptance
     if config.mode != "dense":
         found["fast_keys_share"] = min(1.0, config.budget / tokens)
     if config.prefill is not None:

@@ -81,6 +81,11 @@ def _on_reference(model: Any, config: Config) -> Config:
     for name, value in (("backend", "triton"), ("runner", "graph")):
         if getattr(config, name) == value:
             raise ConfigError(f"{name}={value!r} has no mode {config.mode!r}: leave it at 'auto'")
+    if config.mode == "exact" and model.config.get_text_config(decoder=True) is not model.config:
+        raise UnsupportedError(
+            f"{type(model).__name__} is no text-only model, whose positions mode 'exact' could not "
+            "continue: use another mode"
+        )
     if config.mode == "exact" and config.backend == "auto" and model.device.type == "cuda":
         raise UnsupportedError(
             "mode 'exact' does not run on the GPU kernels yet: set backend='reference', which is "

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import Config
 from ...errors import InputError, UnsupportedError
 from ...layer import LayerState
 
@@ -171,16 +170,6 @@ def check_generation(model: Any, given: dict[str, Any]) -> None:
         raise UnsupportedError(
             "output_attentions=True: fast steps have no full attention matrix, leave it unset"
         )
-
-
-def check_own_loop(config: Config) -> None:
-    """Refuse a loop of the user's own in a mode that has one.
-
-    Raises:
-        UnsupportedError: it has.
-    """
-    if config.mode == "exact":
-        raise UnsupportedError("mode 'exact' decodes in a loop of its own: call generate")
 
 
 def check_inputs(model: Any, ids: Any, mask: Any, cached: int) -> None:

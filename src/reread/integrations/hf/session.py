@@ -156,9 +156,8 @@ class Session:
 
         For loops of one's own, whose forwards count as prefill otherwise:
         `with session.decoding(): model(token, past_key_values=cache)`. Afterwards `stats` describes
-        the block.
+        the block. In mode "exact", whose drafts are `generate`'s, each step reads everything.
         """
-        guard.check_own_loop(self.config)
         if self._runner is not None:
             self._runner.recheck()
         self._recorder = Recorder(0, 0, frozenset())
