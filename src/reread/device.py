@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,7 +78,7 @@ class Arena:
         self.indices = {i: zeros(self.rows, self.kv_heads, k_max) for i in states}
         self.counts = {i: zeros(self.rows, self.kv_heads) for i in states}
         self._staging = Staging(self.step)
-        sparse = config.mode == "slow-fast"
+        sparse = config.mode in ("slow-fast", "exact")
         self.lanes = Lanes(
             overlap if sparse else "none",
             self.device,
@@ -92,6 +92,7 @@ class Arena:
         return Workspace(
             self.rows, heads, self.kv_heads, dim, self.capacity, self.device,
             evidence=sparse and evidence,
+            queries=1 + self.config.draft.tokens if self.config.mode == "exact" else 0,
         )  # fmt: skip
 
     @property
@@ -135,10 +136,14 @@ class Arena:
             raise UnsupportedError(refusal(HOLES))
         known = states[self.layers[0]].chosen
         steps = [RowStep.of(plan, b, known[b], self.config) for b in range(self.rows)]
+        self.tell(steps)
+        return steps
+
+    def tell(self, steps: Sequence[RowStep]) -> None:
+        """Tell the device what each row's step is."""
         self._staging.upload([step.values() for step in steps])
         self.lanes.restart()
         self.unfinished = True
-        return steps
 
     def finish(
         self,
@@ -152,6 +157,11 @@ class Arena:
             if plan.counted[b]:
                 read = step.keys(self.config.sink)
                 meter.add(b, step.kind, read, step.length - step.start, len(self.layers))
+        self.chose(steps, states)
+
+    def chose(self, steps: Sequence[RowStep], states: Mapping[int, LayerState]) -> None:
+        """Note on the host what rows that read everything have selected."""
+        for b, step in enumerate(steps):
             if step.kind is not StepKind.FAST:
                 found = None
                 if step.kind is StepKind.SLOW:
@@ -233,6 +243,32 @@ class Arena:
             return kernels.decode_mixed(q, kv, chosen, dense, scale=scale, work=work)
         work = self.lanes.next()
         out = self._rows(q, kv, chosen, shape, scale, work)
+        self.lanes.later(functools.partial(self._choose, layer, kv, q.shape[1], work))
+        return out
+
+    def verify(
+        self, layer: int, q: Tensor, scale: float, new: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Dense attention of the newest T positions of the rows that are on, zeros of the others;
+        rows that choose again do so by the query that the step tensor names.
+
+        Args:
+            q: [B, H, T, D]; new: their keys and values, [B, Hkv, T, D], as for `attend`.
+
+        Returns:
+            [B, H, T, D].
+        """
+        from .ops import triton as kernels
+
+        kv, norms = self.cache(layer), self.buffers[layer].norms
+        if new is not None:
+            kernels.append(*new, kv, norms=norms)
+        work = self.lanes.next()
+        out = kernels.verify_dense(
+            q, kv, scale=scale, work=work, active=self.field("dense"),
+            allowed=(self.field("low"), self.field("high")), asked=self.field("asked"),
+            out=torch.zeros_like(q, memory_format=torch.contiguous_format),
+        )  # fmt: skip
         self.lanes.later(functools.partial(self._choose, layer, kv, q.shape[1], work))
         return out
 

@@ -32,3 +32,13 @@ class DraftConfig:
         require(fits, "draft.tokens", self.tokens, f"at most {MAX_TOKENS}")
         require_bool("draft.adapt", self.adapt)
         require_real("draft.min_probability", self.min_probability, 0.0, 1.0)
+
+
+def expected_tokens(rate: float, drafted: int) -> float:
+    """Tokens that one verification yields: (1 - rate^(drafted + 1)) / (1 - rate), the longest
+    agreeing prefix and the verifier's own next token (Leviathan et al., 2023, equation 1).
+
+    Args:
+        rate: probability that a drafted token is accepted, below 1.
+    """
+    return (1.0 - rate ** (drafted + 1)) / (1.0 - rate)

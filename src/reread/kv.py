@@ -185,9 +185,15 @@ class GrowingKV:
         self.indexed += int(indexed)
         self.length += 1
 
-    def ensure_room(self) -> None:
-        """Grow now if the next position would not fit."""
-        end = self.length + 1
+    def wrote(self, end: int) -> None:
+        """A captured pass wrote up to column `end`, exclusive."""
+        assert self._k is not None
+        assert end <= self._k.shape[2]
+        self.length = max(self.length, end)
+
+    def ensure_room(self, positions: int = 1) -> None:
+        """Grow now if so many more positions would not fit."""
+        end = self.length + positions
         if self._k is None or self._v is None or end <= self._k.shape[2]:
             return
         self._k = self._room(self._k, self._k, end)

@@ -11,7 +11,7 @@ from .layer import DeviceRow
 from .types import StepKind
 
 # rows of the step tensor, int32 [len(FIELDS), B]
-FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh", "fast")
+FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh", "fast", "asked")
 
 
 class StepShape(Enum):
@@ -44,6 +44,8 @@ class RowStep:
     window: int
     count: int  # positions that a fast step chose, per KV head
     kind: StepKind
+    asked: int = 0  # of several new positions, whose query is the Selector's evidence
+    idle: bool = False  # reads nothing: its result is not wanted
 
     @classmethod
     def of(cls, plan: StepPlan, b: int, known: object, config: Config) -> RowStep:
@@ -60,6 +62,19 @@ class RowStep:
         window = min(high, length)
         return cls(start, length, low, high, window, min(config.k, high - low), kind)
 
+    @classmethod
+    def verifying(
+        cls, start: int, first: int, new: int, config: Config, *, refresh: bool, idle: bool
+    ) -> RowStep:
+        """A row whose `new` positions from `first` on are verified. The first of them is the
+        evidence: whatever was drafted behind it, it stands."""
+        low = start + config.sink
+        high = max(low, first + 1 - config.recent)
+        kind = StepKind.SLOW if refresh and not idle else StepKind.FULL
+        window = min(high, first + 1)
+        count = min(config.k, high - low)
+        return cls(start, first + new, low, high, window, count, kind, idle=idle)
+
     def keys(self, sink: int) -> int:
         """Keys that the row reads per KV head."""
         if self.kind is not StepKind.FAST:
@@ -70,4 +85,5 @@ class RowStep:
         """In the order of FIELDS."""
         fast, refresh = self.kind is StepKind.FAST, self.kind is StepKind.SLOW
         spans = (self.start, self.length, self.low, self.high, self.window)
-        return (*spans, int(not fast), int(refresh), int(fast))
+        dense = not fast and not self.idle
+        return (*spans, int(dense), int(refresh), int(fast), self.asked)

@@ -161,7 +161,7 @@ def test_the_dense_preset_is_dense() -> None:
     found = plan(QWEN, 32_768, 16, "h200", Config.preset("dense"))
     assert found.preset == found.dense
     assert (found.crossover, found.workspace_bytes) == (None, 0)
-    with pytest.raises(ConfigError, match=r"slow_every=5.* mode='dense' has no slow steps"):
+    with pytest.raises(ConfigError, match=r"slow_every=5.* mode='dense' has no triggers"):
         plan(QWEN, 32_768, 16, "h200", Config.preset("dense"), slow_every=5.0)
 
 
@@ -254,3 +254,23 @@ def test_other_gpus_reach_what_the_h200_reached_of_its_data_sheet() -> None:
     assert GPUS["h100"].bandwidth == pytest.approx(3.35e12 * 4.27 / 4.8)
     assert GPUS["h100"].flops == pytest.approx(GPUS["h200"].flops)
     assert {name: gpu.name for name, gpu in GPUS.items()} == {name: name for name in GPUS}
+
+
+def test_exact_is_never_slower_than_dense_and_drafts_more_of_what_stands() -> None:
+    exact = Config.preset("exact")
+    for context in (500, 4096, 32_768, 131_072):
+        plans = [plan(QWEN, context, 4, "h200", exact, acceptance=a) for a in (0.0, 0.5, 0.9, 0.97)]
+        speedups = [found.speedup for found in plans]
+        assert speedups == sorted(speedups)
+        assert speedups[0] == 1.0
+        assert [found.drafted for found in plans] == sorted(found.drafted for found in plans)
+        assert plans[0].drafted == 0
+    assert plans[-1].drafted == exact.draft.tokens
+    assert plans[-1].slow_every is None
+    assert 1.5 < plans[-1].speedup < plan(QWEN, 131_072, 4, "h200", DEFAULT).speedup
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, float("nan"), True])
+def test_an_acceptance_that_cannot_be(value: float) -> None:
+    with pytest.raises(ConfigError, match="acceptance"):
+        plan(QWEN, 4096, 1, "h200", Config.preset("exact"), acceptance=value)

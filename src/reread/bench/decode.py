@@ -26,6 +26,7 @@ from ..shapes import Shape
 from ..types import StepKind
 from .arms import DenseArena, DenseArm, NoAttention, ReferenceArena
 from .checks import difference, require_close
+from .exact import exact_arm
 from .harness import Bench, timing
 from .indexed import indexed_arm
 from .model import random_caches, random_model
@@ -45,6 +46,7 @@ def measure(
     slow_every: Sequence[float],
     arms: Sequence[DenseArm],
     bandwidth: float,
+    acceptance: Sequence[float] = (),
     progress: Progress = lambda _: None,
     model: Any = None,
     weights: Weights | None = None,
@@ -54,6 +56,7 @@ def measure(
     Args:
         slow_every: mean steps between slow ones of a row, one sequence each.
         bandwidth: bytes a second of a device copy.
+        acceptance: of mode "exact": shares of drafted tokens that stand.
         model, weights: made before, for several contexts; None makes them.
 
     Returns:
@@ -81,7 +84,11 @@ def measure(
         reasons = "; ".join(f"{arm['arm']}: {arm['not_run']}" for arm in dense if "not_run" in arm)
         raise InputError(f"no dense arm ran, so there is nothing to compare with ({reasons})")
     fastest = min(runnable, key=lambda arm: arm["ms"])
-    ours = _our_arms(bench, slow_every, logits, fastest, progress)
+    if config.mode == "exact":
+        progress("exact: capturing")
+        ours: Record = {"exact": exact_arm(bench, fastest, list(acceptance))}
+    else:
+        ours = _our_arms(bench, slow_every, logits, fastest, progress)
     record |= {
         "kv_bytes": rows * context * shape.kv_bytes_per_token(),
         "fastest_dense": fastest["arm"], "dense": dense, **ours,

@@ -26,7 +26,9 @@ COMPARED = (
     "steps, steps with slow rows and the Selector are all in the time. floor_ms: weights and the "
     "keys that are read, over the device's copy bandwidth; roofline: floor over time. The overlaps "
     "differ in what of a step with slow rows runs side by side: fast and slow rows and the "
-    "Selector (rows), the Selector under the next layers' attention (refresh), nothing (none)."
+    "Selector (rows), the Selector under the next layers' attention (refresh), nothing (none). "
+    "exact: whole cycles of drafting and verifying, what the host reads included, at the given "
+    "acceptance."
 )
 
 
@@ -37,6 +39,7 @@ def measure(
     *,
     slow_every: Sequence[float],
     arms: Sequence[DenseArm],
+    acceptance: Sequence[float] = (),
     commit: str = "",
     progress: Callable[[str], None] = lambda _: None,
     on_row: Callable[[Record], None] = lambda _: None,
@@ -46,6 +49,7 @@ def measure(
     Args:
         cells: rows and context of each. slow_every: mean steps between slow ones of a row.
         arms: of dense attention; at least one has to run.
+        acceptance: of mode "exact": shares of drafted tokens that stand, as measured elsewhere.
         on_row: told each cell's row as it is done.
 
     Returns:
@@ -70,6 +74,7 @@ def measure(
             found.append(
                 decode.measure(
                     shape, rows, context, config, slow_every=slow_every, arms=arms,
+                    acceptance=acceptance,
                     bandwidth=bandwidth, progress=tell, model=model, weights=weights,
                 )
             )  # fmt: skip

@@ -51,6 +51,28 @@ class DecodeOptions(BenchOptions, PresetOptions):
         ),
     ] = None
     arms: Annotated[str, typer.Option(help=f"Dense arms: {ARMS}.")] = "all"
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE", help="Preset exact: drafted tokens that stand; several between commas."
+        ),
+    ] = "0.8,0.9"
+
+    def rates(self) -> list[float]:
+        """The shares of `--acceptance`.
+
+        Raises:
+            InputError: no numbers from 0 to below 1.
+        """
+        try:
+            found = [float(part) for part in self.acceptance.split(",")]
+        except ValueError:
+            found = []
+        if not found or not all(0 <= rate < 1 for rate in found):
+            raise InputError(
+                f"--acceptance {self.acceptance!r} is not possible: numbers from 0 to below 1"
+            )
+        return found
 
     def config(self) -> Config:
         """The preset with the --set changes.
@@ -62,8 +84,6 @@ class DecodeOptions(BenchOptions, PresetOptions):
         config = config_of(self.preset, self.settings)
         if config.mode == "dense":
             raise InputError("mode 'dense' has no fast steps: dense arms are timed anyway")
-        if config.mode == "exact":
-            raise InputError("mode 'exact' does not run on the GPU kernels yet: nothing to time")
         return config
 
     def gaps(self, config: Config) -> list[float]:
@@ -74,7 +94,7 @@ class DecodeOptions(BenchOptions, PresetOptions):
         """
         if self.sentence is None:
             expected = expected_slow_every(config.triggers)
-            if config.mode == "indexed":
+            if config.mode in ("indexed", "exact"):
                 return []
             if math.isinf(expected):
                 raise InputError("no trigger makes a step slow: give --sentence N")
@@ -119,7 +139,7 @@ class KernelOptions(BenchOptions):
 def decode_command(options: DecodeOptions) -> None:
     """Time whole decode steps, dense and slow-fast, of a model with random weights on this GPU."""
     config, shape, cells = options.config(), shape_of(options.shape), options.cells()
-    gaps = options.gaps(config)
+    gaps, rates = options.gaps(config), options.rates()
     from ..bench.arms import pick
     from ..bench.table import measure
 
@@ -127,7 +147,8 @@ def decode_command(options: DecodeOptions) -> None:
     console = make_console()
     result = measure(
         shape, cells, config,
-        slow_every=gaps, arms=arms, commit=options.commit, progress=console.print,
+        slow_every=gaps, arms=arms, acceptance=rates, commit=options.commit,
+        progress=console.print,
     )  # fmt: skip
     told = GIVEN if options.sentence else MEASURED
     if options.as_json:
@@ -161,6 +182,10 @@ def decode_table(result: dict[str, Any]) -> Table:
         if "indexed" in row:
             arm = row["indexed"]
             table.add_row(cell, "indexed", *_figures(arm, arm["speedup"]))
+        for rate in (name for name in row.get("exact", {}) if name.startswith("at ")):
+            arm = row["exact"][rate]
+            drafted = f"exact {rate}, {arm['drafted']} drafted"
+            table.add_row(cell, drafted, *_figures(arm, arm["speedup"]))
         for place, ours in row.get("slow_fast", {}).items():
             for gap in row["slow_every"]:
                 arm = ours[f"1/{gap:g}"]

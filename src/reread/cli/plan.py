@@ -13,7 +13,7 @@ from rich.table import Table
 from ..config import AFRESH
 from ..errors import InputError
 from ..hardware import CALIBRATION, GPUS, gpu_of
-from ..planner import Plan, plan
+from ..planner import ACCEPTANCE, Plan, plan
 from ..shapes import shape_of
 from .options import CellOptions, PresetOptions
 from .report import print_json
@@ -37,18 +37,21 @@ class PlanOptions(CellOptions, PresetOptions):
             show_default=False,
         ),
     ] = None
+    acceptance: Annotated[
+        float, typer.Option(metavar="SHARE", help="Preset exact: drafted tokens that stand.")
+    ] = ACCEPTANCE
 
 
 def plan_command(options: PlanOptions) -> None:
     """Estimate speed and memory of dense and slow-fast decoding on a GPU, from a model of both."""
     config, shape, gpu = options.config(), shape_of(options.shape), gpu_of(options.gpu)
-    if config.mode in (*AFRESH, "exact"):
+    if config.mode in AFRESH:
         raise InputError(
-            f"mode {config.mode!r} is not in the planner's model: measure it "
-            f"{'with `reread compare`' if config.mode == 'exact' else 'with bench decode'}"
+            f"mode {config.mode!r} is not in the planner's model: measure it with bench decode"
         )
+    every, rate = options.sentence, options.acceptance
     plans = [
-        plan(shape, context, batch, gpu, config, slow_every=options.sentence)
+        plan(shape, context, batch, gpu, config, slow_every=every, acceptance=rate)
         for batch, context in options.cells()
     ]
     if options.as_json:
@@ -105,9 +108,12 @@ def _table(options: PlanOptions, plans: list[Plan]) -> Table:
 def _notes(plans: list[Plan]) -> list[str]:
     every = next((found.slow_every for found in plans if found.slow_every is not None), None)
     workspace = max(found.workspace_bytes for found in plans)
+    drafted = max(found.drafted for found in plans)
     rate = (
         "no step is slow" if every is None else f"a row is slow every {every:.2f} tokens on average"
     )
+    if drafted:
+        rate = f"up to {drafted} tokens are drafted, of which so many stand as --acceptance says"
     lines = [
         f"This is {MODEL_NOTE}. Calibrated with: {CALIBRATION.source}."
         f" Never measured: {NOT_MEASURED}.",

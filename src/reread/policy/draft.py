@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..drafting import DraftConfig
+from ..drafting import DraftConfig, expected_tokens
 
 PRIOR = 0.8  # share of drafted tokens that is taken for accepted before any has been verified
 LOWEST, HIGHEST = 0.05, 0.98  # of that share: a row can always come back, and never drafts blindly
@@ -24,16 +24,6 @@ class Costs:
 
     fast: float
     query: float
-
-
-def expected_tokens(rate: float, drafted: int) -> float:
-    """Tokens that one verification yields: (1 - rate^(drafted + 1)) / (1 - rate), the longest
-    agreeing prefix and the verifier's own next token (Leviathan et al., 2023, equation 1).
-
-    Args:
-        rate: probability that a drafted token is accepted, below 1.
-    """
-    return (1.0 - rate ** (drafted + 1)) / (1.0 - rate)
 
 
 def speedup(rate: float, drafted: int, costs: Costs) -> float:

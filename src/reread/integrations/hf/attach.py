@@ -59,7 +59,7 @@ def attach(
         raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
     interface.require_free(model)
-    config = _on_reference(model, config)
+    config = _checked(model, config)
     boundary, note = None, ""
     if config.mode not in ("dense", "exact") and config.triggers.boundary:
         tokenizer = tokenizer if tokenizer is not None else find_tokenizer(model)
@@ -74,21 +74,17 @@ def attach(
     return session
 
 
-def _on_reference(model: Any, config: Config) -> Config:
-    """Modes that the kernels do not run, by the reference ops."""
-    if config.mode not in ("oracle", "exact"):
-        return config
-    for name, value in (("backend", "triton"), ("runner", "graph")):
-        if getattr(config, name) == value:
-            raise ConfigError(f"{name}={value!r} has no mode {config.mode!r}: leave it at 'auto'")
+def _checked(model: Any, config: Config) -> Config:
+    """What a mode asks of the model and of the rest of the config."""
     if config.mode == "exact" and model.config.get_text_config(decoder=True) is not model.config:
         raise UnsupportedError(
             f"{type(model).__name__} is no text-only model, whose positions mode 'exact' could not "
             "continue: use another mode"
         )
-    if config.mode == "exact" and config.backend == "auto" and model.device.type == "cuda":
-        raise UnsupportedError(
-            "mode 'exact' does not run on the GPU kernels yet: set backend='reference', which is "
-            "slower there than dense decoding, or use another mode"
-        )
+    if config.mode != "oracle":
+        return config
+    if config.backend == "triton":
+        raise ConfigError("backend='triton' has no mode 'oracle', which is a reference")
+    if config.runner == "graph":
+        raise ConfigError("runner='graph' has no mode 'oracle', which is a reference")
     return dataclasses.replace(config, backend="reference")

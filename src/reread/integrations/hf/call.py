@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...attention import StepPlan
 from .conversation import Conversation, first_positions, has_holes, queries_that_exist
+from .device_step import DeviceStep
 from .recorder import Recorder
-from .runner import DeviceStep, Runner
+from .runner import Runner
 
 
 @dataclass(slots=True)
@@ -61,7 +62,10 @@ def prompt_call(
     indexer reads along, which both have to know where rows begin."""
     rows, length = len(conversation.controller.rows), conversation.length + new
     known = recorder.prompt + recorder.wanted if recorder.wanted else 0
-    columns = max(known, length)
+    config = conversation.controller.config
+    # a pass that verifies writes behind the text's end
+    spare = 1 + config.draft.tokens if config.mode == "exact" else 0
+    columns = max(known, length) + spare
     conversation.prepare_prefill(columns)
     if runner is not None:
         runner.prepare_prefill(conversation, columns, has_holes(mask, rows, length))

@@ -52,14 +52,17 @@ def decode_attention(
     Opaque to the compiler, which would otherwise turn the float scale into a float64 tensor.
 
     Args:
-        q: [B, H, 1, D]; k, v: [B, Hkv, 1, D]; layer: int64 [], on the CPU.
+        q: [B, H, T, D]; k, v: [B, Hkv, T, D]; layer: int64 [], on the CPU. T is 1 but for passes
+            that verify.
         index: [B, 1, 2 d], what an indexer's projections gave; None without one.
 
     Returns:
-        [B, 1, H, D].
+        [B, T, H, D].
     """
     step = _Active.step
     assert step is not None, "the op runs only within a step"
+    if q.shape[2] > 1:
+        return step.arena.verify(int(layer), q, scale, (k, v)).transpose(1, 2).contiguous()
     raw = None if index is None else index[:, 0]
     out = step.attention(int(layer), q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, raw)
     return out.unsqueeze(1)
@@ -67,7 +70,7 @@ def decode_attention(
 
 @decode_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, index: Tensor | None) -> Tensor:
-    return q.new_empty(q.shape[0], 1, q.shape[1], v.shape[3])
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 def _attention(
@@ -108,9 +111,9 @@ class StepGraphs:
         self.arena = arena
         self.compiled = compiled and bool(weights.layers)
         self._model, self._forward, self._weights = model, forward, weights
-        self.ids = torch.zeros(arena.rows, 1, dtype=torch.long, device=arena.device)
-        self.positions = torch.zeros_like(self.ids)
-        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        # ids and positions by the number of tokens of a row, each [B, T]
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[StepShape, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.captures = arena.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
 
@@ -118,49 +121,60 @@ class StepGraphs:
         """One step; the arena has been told what it is.
 
         Args:
-            ids: int64 [B, 1]; positions: [B, 1] or None, which is length - 1.
+            ids: int64 [B, T]; positions: [B, T] or None, which is length - 1.
 
         Returns:
             the model's output; its logits are good until the next step.
         """
-        self.ids.copy_(ids)
+        new = ids.shape[1]
+        own, places = self.inputs(new)
+        own.copy_(ids)
         if positions is None:
-            self.positions.fill_(length - 1)
+            places.fill_(length - 1)
         else:
-            self.positions.copy_(positions.expand_as(self.positions))
-        return self.replay(shape)
+            places.copy_(positions.expand_as(places))
+        return self.replay(shape, new)
 
-    def replay(self, shape: StepShape) -> Any:
+    @torch.inference_mode(False)
+    def inputs(self, new: int) -> tuple[Tensor, Tensor]:
+        """Where steps of so many tokens a row have their ids and positions, int64 [B, T]."""
+        if new not in self._inputs:
+            ids = torch.zeros(self.arena.rows, new, dtype=torch.long, device=self.arena.device)
+            self._inputs[new] = ids, torch.zeros_like(ids)
+        return self._inputs[new]
+
+    def replay(self, shape: StepShape, new: int = 1) -> Any:
         """The step as the arena knows it once more, captured or not."""
-        if shape not in self._graphs:
-            return self._first(shape)
-        graph, output = self._graphs[shape]
+        if (shape, new) not in self._graphs:
+            return self._first(shape, new)
+        graph, output = self._graphs[shape, new]
         graph.replay()
         return output
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _first(self, shape: StepShape) -> Any:
+    def _first(self, shape: StepShape, new: int) -> Any:
         """Run the step as it is, which compiles what needs it, and capture it for the next time."""
         with self._swapped(shape):
             if not self.captures:
-                return self._step()
+                return self._step(new)
             stream = new_stream(self.arena.device)
             stream.wait_stream(torch.cuda.current_stream(self.arena.device))
             with torch.cuda.stream(stream):
-                output = self._step()
+                output = self._step(new)
             torch.cuda.current_stream(self.arena.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                captured = self._step()
-            self._graphs[shape] = (graph, captured)
+                captured = self._step(new)
+            self._graphs[shape, new] = (graph, captured)
             return output
 
-    def _step(self) -> Any:
+    def _step(self, new: int) -> Any:
         self.arena.lanes.restart()
+        ids, positions = self.inputs(new)
         output = self._forward(
-            input_ids=self.ids,
-            position_ids=self.positions,
+            input_ids=ids,
+            position_ids=positions,
             use_cache=True,
             return_dict=True,
             **{cache_keyword(self._model): PassingCache()},

@@ -230,7 +230,7 @@ def _check_mask(mask: Any, ids: Tensor, cached: int) -> None:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Refuse NaN where the next token is chosen from. logits: [B, V].
+    """Refuse NaN where the next token is chosen from. logits: [B, V] or [B, T, V].
 
     Raises:
         NumericalError: names the row.
@@ -238,7 +238,7 @@ def check_logits(logits: Tensor) -> None:
     from ...errors import NumericalError
 
     # the maximum is NaN where any entry is, and needs no second [B, V] tensor
-    bad = torch.isnan(logits.amax(dim=-1))
+    bad = torch.isnan(logits.flatten(1).amax(dim=-1))
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise NumericalError(

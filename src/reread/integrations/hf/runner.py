@@ -4,46 +4,27 @@ or run kernel by kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import ops
-from ...attention import Meter, StepPlan, choose, tail_mass
+from ...attention import StepPlan, choose, tail_mass
 from ...config import Config
 from ...cuda import check_memory
 from ...device import HOLES, Arena
 from ...errors import RereadError, UnsupportedError
 from ...lanes import RING
 from ...layer import DeviceRow
-from ...steps import RowStep, StepShape
+from ...steps import StepShape
 from ...types import KVView, StepKind
 from .capturable import obstacle, unknown_argument
 from .conversation import Conversation
+from .device_step import DeviceStep
 from .facts import kv_shape
 from .graph import StepGraphs, Weights, decoder_layers
 from .indexed import Reader, kernels_lack
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStep:
-    """One decode step of all rows, uploaded and ready to run."""
-
-    conversation: Conversation
-    arena: Arena
-    plan: StepPlan
-    rows: list[RowStep]
-
-    @property
-    def shape(self) -> StepShape:
-        """Which kernels it needs."""
-        return StepShape.of(self.plan.kinds)
-
-    def finish(self, meter: Meter) -> None:
-        """All layers have run."""
-        self.arena.lanes.barrier()
-        self.arena.finish(self.plan, self.rows, self.conversation.states, meter)
 
 
 class Runner:
@@ -204,14 +185,21 @@ class Runner:
         """Tell the device what the step is."""
         arena = conversation.arena
         assert arena is not None
-        chosen = conversation.states[arena.layers[0]].chosen
-        for b, kind in enumerate(plan.kinds):
-            if kind is StepKind.FAST and chosen[b] is None and self._config.mode != "indexed":
-                self._seed(conversation, arena, plan, b)
+        if self._config.mode != "indexed":
+            self.seed(conversation, plan)
         return DeviceStep(conversation, arena, plan, arena.begin(plan, conversation.states))
 
+    def seed(self, conversation: Conversation, plan: StepPlan) -> None:
+        """For rows whose step is fast though nothing is selected: the first after a prefill,
+        chosen by the prefill's own last queries."""
+        arena = conversation.arena
+        assert arena is not None
+        chosen = conversation.states[arena.layers[0]].chosen
+        for b, kind in enumerate(plan.kinds):
+            if kind is StepKind.FAST and chosen[b] is None:
+                self._seed(conversation, arena, plan, b)
+
     def _seed(self, conversation: Conversation, arena: Arena, plan: StepPlan, b: int) -> None:
-        """The first step after a prefill, chosen by the prefill's own last queries."""
         # the first layer last: what it has is what the next step goes by, also after an interrupt
         for i, state in reversed(conversation.states.items()):
             end = state.kv.length
@@ -237,41 +225,53 @@ class Runner:
         Args:
             given: arguments of the forward, by name.
         """
-        odd = "" if self.obstacle else unknown_argument(self._model, given)
-        if odd and self._config.runner == "graph":
-            raise UnsupportedError(f"runner='graph' is not possible with the argument {odd}")
-        self.uncaptured = odd
-        if self.obstacle or odd:
-            self.ran = "eager"
-            return None
-        output = self._try(step, given)
+        ids, positions = given["input_ids"], given.get("position_ids")
+        output = self.replay(step.arena, step.shape, ids, positions, step.plan.length, given)
         if output is None:
-            self.ran = "eager"
             return None
-        graphs = self._graphs[step.arena]
-        self.ran = "graph, compiled layers" if graphs.compiled else "graph"
         for state in step.conversation.states.values():
             state.kv.advance(indexed=step.arena.index is not None)
         name = "cache" if "cache" in given else "past_key_values"
         # the graph writes its logits to the same place again in the next step
         return type(output)(logits=output.logits.clone(), **{name: given[name]})
 
-    def _try(self, step: DeviceStep, given: Mapping[str, Any]) -> Any | None:
+    def replay(
+        self,
+        arena: Arena,
+        shape: StepShape,
+        ids: Tensor,
+        positions: Tensor | None,
+        length: int,
+        given: Mapping[str, Any],
+    ) -> Any | None:
+        """The step that `arena` has been told as a graph, as `StepGraphs.run`; None where the
+        model's own forward has to run."""
+        odd = "" if self.obstacle else unknown_argument(self._model, given)
+        if odd and self._config.runner == "graph":
+            raise UnsupportedError(f"runner='graph' is not possible with the argument {odd}")
+        self.uncaptured = odd
+        run = None if self.obstacle or odd else (shape, ids, positions, length)
+        output = None if run is None else self._try(arena, run)
+        self.ran = "eager"
+        if output is not None:
+            compiled = self._graphs[arena].compiled
+            self.ran = "graph, compiled layers" if compiled else "graph"
+        return output
+
+    def _try(self, arena: Arena, run: tuple[StepShape, Tensor, Tensor | None, int]) -> Any | None:
         """Compiled and captured, else captured, else not at all; what failed is told."""
         while True:
-            graphs = self._graphs_of(step.arena)
+            graphs = self._graphs_of(arena)
             try:
-                return graphs.run(
-                    step.shape, given["input_ids"], given.get("position_ids"), step.plan.length
-                )
+                return graphs.run(*run)
             except (RereadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 # whatever the compiler or the capture says: the step can still run as it is
                 first_line = (str(error).strip() or "no message").splitlines()[0][:200]
                 told = f"{type(error).__name__}: {first_line}"
-                del self._graphs[step.arena]
-                step.arena.clean()
+                del self._graphs[arena]
+                arena.clean()
                 if graphs.compiled:
                     self._compiles = False
                     self.notes.append(f"layers are not compiled ({told})")

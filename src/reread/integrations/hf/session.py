@@ -70,11 +70,12 @@ class Session:
         known = config, self._text_config, self._layers, boundary
         self._conversations = Conversations(*known, getattr(self._reader, "digest", ""))
         self._prefill = None if config.prefill is None else resolved(config.prefill, self._backend)
-        exact = config.mode == "exact" and bool(self._layers)
-        self._exact = Decoder(model, config, self._conversations) if exact else None
         self._runner: Runner | None = None
         if self._backend == "triton" and self._layers:
             self._runner = Runner(model, config, self._layers, self._reader)
+        exact = config.mode == "exact" and bool(self._layers)
+        of_exact = model, config, self._conversations, self._runner
+        self._exact = Decoder(*of_exact) if exact else None
         self._prompts: PromptLayers | None = None
         if self._runner is not None and self._prefill is not None:
             of = self._runner, self._prefill, self._reader

@@ -23,8 +23,10 @@ from ....errors import InputError, UnsupportedError
 from ....policy.draft import DraftLength
 from ..arguments import put
 from ..cache import cache_keyword
-from ..conversation import Conversations, spans
+from ..conversation import Conversation, Conversations, spans
 from ..recorder import Recorder
+from ..runner import Runner
+from .device_passes import DevicePasses
 from .loop import Loop
 from .passes import Passes
 from .rows import Chooser, Row
@@ -45,8 +47,11 @@ class Decoder:
         goes_on: whether the caller keeps the cache of the call.
     """
 
-    def __init__(self, model: Any, config: Config, conversations: Conversations) -> None:
+    def __init__(
+        self, model: Any, config: Config, conversations: Conversations, runner: Runner | None
+    ) -> None:
         self._model, self._config, self._conversations = model, config, conversations
+        self._runner = runner
         self.passes: Passes | None = None
         self.goes_on = False
 
@@ -96,6 +101,20 @@ class Decoder:
         decode = functools.partial(self.decode, recorder, given.get("streamer"), told)
         put(bound, "custom_generate", decode)
 
+    def _passes(
+        self,
+        cache: Any,
+        conversation: Conversation,
+        mask: Tensor | None,
+        valid: Tensor | None,
+        rows: Sequence[Row],
+    ) -> Passes:
+        of = self._model, self._config, cache
+        if self._runner is None:
+            return Passes(*of, conversation.states, mask, valid)
+        self._runner.recheck()
+        return DevicePasses(*of, conversation, mask, rows, self._runner)
+
     def decode(
         self,
         recorder: Recorder,
@@ -118,7 +137,7 @@ class Decoder:
         starts, valid = spans(mask, input_ids.shape[0], columns)
         rows = _rows(starts, mask, columns, input_ids.shape[1], self._config)
         texts = _texts(input_ids, generation_config)
-        self.passes = Passes(model, self._config, cache, conversation.states, mask, valid)
+        self.passes = self._passes(cache, conversation, mask, valid, rows)
         chooser = Chooser(logits_processor, bool(generation_config.do_sample), texts)
         loop = Loop(self._config, self.passes, rows, texts, chooser, stopping_criteria)
         if streamer is not None:

@@ -83,8 +83,10 @@ class Loop:
 
     def begin(self, logits: Tensor) -> None:
         """Choose every row's first token. logits: fp32 [B, V] of the prefill."""
-        for row in self.rows:
-            self.append(row, self._chooser.verify(logits[row.index, None], row)[1][0])
+        for row, (_, tokens) in zip(
+            self.rows, self._chooser.verify(logits[:, None], self.rows), strict=True
+        ):
+            self.append(row, tokens[0])
 
     def run(self, progress: Callable[[int], None]) -> None:
         """Until every row has ended; progress: told of the longest text's tokens."""
@@ -149,8 +151,8 @@ class Loop:
             first = [row.length + len(row.draft) for row in fed]
             logits, step = self._passes.run(fed, tokens, first, verify=False)
             self.steps += 1
+            self._chooser.draft(logits[:, 0], fed, self._config.draft.min_probability)
             for i, row in enumerate(fed):
-                self._chooser.draft(logits[i, 0], row, self._config.draft.min_probability)
                 if row in going:
                     self._count(row, StepKind.FAST, step.read[i], 0)
         for row in rows:
@@ -166,7 +168,7 @@ class Loop:
 
     def _verify(self, rows: Sequence[Row], before: Snapshot | None) -> None:
         fed = list(rows) if before is None else self.rows
-        size = 1 + max(len(row.draft) for row in rows)
+        size = self._passes.size(1 + max(len(row.draft) for row in rows))
         tokens = [_padded([self._newest(row), *row.draft], size) for row in fed]
         first = [row.length for row in fed]
         evidence = frozenset(row.index for row in rows if self._wants_evidence(row))
@@ -175,7 +177,8 @@ class Loop:
         logits, step = self._passes.run(fed, tokens, first, verify=True, evidence=evidence)
         self.steps += 1
         going = [(i, row) for i, row in enumerate(fed) if row in rows]
-        found = {row.index: self._chooser.verify(logits[i], row) for i, row in going}
+        chosen = self._chooser.verify(logits, fed)
+        found = {row.index: chosen[i] for i, row in going}
         keys = {row.index: row.keys for row in rows}
         taken = self._each(rows, found) if before is None else self._together(rows, found)
         if before is not None and self._passes.others and max(taken.values()) < size:
@@ -243,7 +246,7 @@ class Loop:
         """
         end = self.width - 1 + self._offset
         for row in self.rows:
-            row.length = min(row.length, end)
+            row.length, row.done = min(row.length, end), False
         while fill and (short := [row for row in self.rows if row.length < end]):
             size = min(FILL, min(end - row.length for row in short))
             starts = [row.length - self._offset for row in short]

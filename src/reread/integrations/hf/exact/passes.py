@@ -77,25 +77,34 @@ class Passes:
             [column - row.shift + t for t in range(new)]
             for row, column in zip(rows, first, strict=True)
         ], device=device)  # fmt: skip
+        self.running = step
+        logits = self._by_model(torch.tensor(tokens, device=device), positions, step.rows, first)
+        guard.check_logits(logits)
+        return logits, step
+
+    def _by_model(
+        self, ids: Tensor, positions: Tensor, rows: tuple[int, ...], first: Sequence[int]
+    ) -> Tensor:
+        """Logits [N, T, V] of the model's own forward, which writes row i's keys from column
+        first[i] of the cache's row rows[i] on."""
         given: dict[str, Any] = {self._keyword: self.cache, "use_cache": True}
         if self.together:
-            given["attention_mask"] = self._extended(ends[0])
-        placement = Placement(step.rows, tuple(first))
-        self.running, self._seen = step, set()
+            given["attention_mask"] = self._extended(first[0] + ids.shape[1])
+        placement, self._seen = Placement(rows, tuple(first)), set()
         try:
             for state in self.states.values():
                 state.kv.placement = placement
-            logits = self._model(
-                input_ids=torch.tensor(tokens, device=device), position_ids=positions, **given
-            ).logits
+            logits: Tensor = self._model(input_ids=ids, position_ids=positions, **given).logits
         finally:
             self.running = None
             for state in self.states.values():
                 state.kv.placement = None
         guard.check_layers(type(self._model).__name__, self.states, self._seen)
-        for t in range(new):
-            guard.check_logits(logits[:, t])
-        return logits, step
+        return logits
+
+    def size(self, tokens: int) -> int:
+        """Tokens that a row of a verification gets where the longest needs so many."""
+        return tokens
 
     def attend(
         self, module: Any, layer: int, tensors: tuple[Tensor, ...], kwargs: dict[str, Any]
@@ -111,7 +120,12 @@ class Passes:
         self._seen.add(layer)
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return attend(state, query, self.running, self._config, scale)
+        return self.read(layer, query, scale)
+
+    def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """One layer of the running pass: [N, H, T, D] -> [N, T, H, Dv]."""
+        assert self.running is not None
+        return attend(self.states[layer], query, self.running, self._config, scale)
 
     @property
     def on(self) -> str:

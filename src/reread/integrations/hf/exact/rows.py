@@ -84,8 +84,27 @@ class Chooser:
         scores: Tensor = self._processors(text[None], logits[None].clone())
         return scores[0]
 
-    def draft(self, logits: Tensor, row: Row, threshold: float) -> None:
-        """Add a token to the row's draft. logits: [V] of a sparse step."""
+    @property
+    def _plain(self) -> bool:
+        """Whether tokens are the largest logits, so that all rows are looked at together."""
+        return not self._sample and not len(self._processors)
+
+    def draft(self, logits: Tensor, rows: Sequence[Row], threshold: float) -> None:
+        """Add a token to each row's draft. logits: [N, V] of a sparse step; threshold: see
+        `DraftConfig.min_probability`."""
+        if self._plain:
+            # one read from the device for all rows
+            largest, tokens = logits.float().max(dim=-1)
+            sure = (largest - torch.logsumexp(logits.float(), dim=-1)).exp()
+            told = torch.stack([tokens.double(), sure.double()]).tolist()
+            for row, token, chance in zip(rows, *told, strict=True):
+                row.draft.append(int(token))
+                row.ends = threshold > 0 and chance <= threshold
+            return
+        for row, own in zip(rows, logits, strict=True):
+            self._draft(own, row, threshold)
+
+    def _draft(self, logits: Tensor, row: Row, threshold: float) -> None:
         scores = self._scores(logits.float(), row, row.draft)
         chances = torch.softmax(scores, dim=-1)
         if self._sample:
@@ -95,13 +114,25 @@ class Chooser:
             row.draft.append(int(scores.argmax()))
         row.ends = threshold > 0 and float(chances.max()) <= threshold
 
-    def verify(self, logits: Tensor, row: Row) -> tuple[int, list[int]]:
-        """How many drafted tokens stand, and the tokens that follow the row's newest: those, and
-        dense decoding's own next one.
+    def verify(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
+        """Of each row, how many drafted tokens stand, and the tokens that follow its newest: those,
+        and dense decoding's own next one.
 
         Args:
-            logits: [T, V] of the newest token and the drafted ones; T may be larger.
+            logits: [N, T, V] of the newest token and the drafted ones; T may be larger.
         """
+        if not self._plain:
+            return [self._verify(own, row) for own, row in zip(logits, rows, strict=True)]
+        found = []
+        for row, tokens in zip(rows, logits.argmax(dim=-1).tolist(), strict=True):
+            n = next(
+                (i for i, drafted in enumerate(row.draft) if tokens[i] != drafted), len(row.draft)
+            )
+            found.append((n, tokens[: n + 1]))
+        return found
+
+    def _verify(self, logits: Tensor, row: Row) -> tuple[int, list[int]]:
+        """One row; logits: [T, V]."""
         found: list[int] = []
         for t in range(len(row.draft) + 1):
             drafted = row.draft[t] if t < len(row.draft) else None

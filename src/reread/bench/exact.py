@@ -1,0 +1,105 @@
+"""Whole cycles of mode "exact": fast steps that draft, the dense pass that verifies them, what the
+host reads from the device in between. How many drafted tokens stand is given, since random weights
+cannot say."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..device import Arena
+from ..drafting import expected_tokens
+from ..integrations.hf.exact.device_passes import SIZES
+from ..integrations.hf.graph import StepGraphs
+from ..steps import RowStep, StepShape
+from ..types import StepKind
+from .checks import difference, require_close
+from .harness import GROUP, REPEATS, Bench, timing
+from .timing import Record, milliseconds
+
+CLAIM = "random weights: the share of drafted tokens that stand is given, not measured here"
+CYCLES = 8  # that are timed together
+
+
+def exact_arm(bench: Bench, fastest: Record, acceptance: list[float]) -> Record:
+    """Milliseconds of a fast step, of each pass that verifies, and of whole cycles; for each
+    acceptance the draft length with the best speed-up over `fastest`, the fastest dense arm."""
+    graphs = bench.graphs(Arena(bench.states, bench.shape.heads, bench.config))
+    sizes = [n for n in SIZES if 1 < n <= 1 + bench.config.draft.tokens]
+    fast = timing(bench, graphs, [StepKind.FAST] * bench.rows)
+    out: Record = {"fast": fast, "verify": {}, "cycles": {}, "claim": CLAIM}
+    out["error"] = max(_checked(bench, graphs, size) for size in sizes)
+    floor = bench.floor_ms(bench.context)
+    for size in sizes:
+        ms = _replayed(graphs, size)
+        out["verify"][str(size)] = {"ms": ms, "floor_ms": floor, "roofline": floor / ms}
+        cycles = functools.partial(_cycles, bench, graphs, size)
+        out["cycles"][str(size - 1)] = milliseconds(cycles) / CYCLES
+    for rate in acceptance:
+        out[f"at {rate:g}"] = _at(bench, out["cycles"], rate, fastest["ms"])
+    out["extra_bytes"] = graphs.arena.nbytes
+    return out
+
+
+def _at(bench: Bench, cycles: dict[str, float], rate: float, dense_ms: float) -> Record:
+    """The best draft length where so large a share of drafted tokens stands."""
+    per_token = {int(n): ms / expected_tokens(rate, int(n)) for n, ms in cycles.items()}
+    best = min(per_token, key=lambda n: per_token[n])
+    floor = best * bench.floor_ms(bench.config.budget) + bench.floor_ms(bench.context)
+    ms = per_token[best]
+    return {
+        "drafted": best, "ms": ms, "speedup": dense_ms / ms, "tokens_per_s": bench.rows / ms * 1e3,
+        "roofline": floor / expected_tokens(rate, best) / ms,
+        "speedup_by_drafted": {str(n): dense_ms / each for n, each in per_token.items()},
+    }  # fmt: skip
+
+
+def _cycles(bench: Bench, graphs: StepGraphs, size: int) -> None:
+    """Some cycles as the loop runs them: after each step the host reads what was chosen."""
+    kinds = [StepKind.FAST] * bench.rows
+    for _ in range(CYCLES):
+        for age in range(size - 1):
+            logits = bench.step(graphs, kinds, [age] * bench.rows).float()
+            largest, tokens = logits.max(dim=-1)
+            sure = (largest - torch.logsumexp(logits, dim=-1)).exp()
+            torch.stack([tokens.double(), sure.double()]).tolist()
+        _verify(bench, graphs, size).argmax(dim=-1).tolist()
+
+
+def _verify(bench: Bench, graphs: StepGraphs, size: int) -> Tensor:
+    """Logits [B, T, V] of the newest `size` positions of every row, which all choose again."""
+    first = bench.context - size
+    graphs.arena.tell(
+        [
+            RowStep.verifying(0, first, size, bench.config, refresh=True, idle=False)
+            for _ in range(bench.rows)
+        ]
+    )
+    device = graphs.arena.device
+    ids = torch.arange(bench.rows * size, device=device).view(bench.rows, size) + 7
+    positions = torch.arange(first, bench.context, device=device).expand(bench.rows, -1)
+    logits: Tensor = graphs.run(StepShape.SLOW, ids, positions, bench.context).logits
+    return logits
+
+
+def _checked(bench: Bench, graphs: StepGraphs, size: int) -> float:
+    """A dense step over what the pass has written gives the pass's last logits."""
+    got = _verify(bench, graphs, size)[:, -1].clone()
+    ids = torch.arange(bench.rows * size, device=got.device).view(bench.rows, size)[:, -1:] + 7
+    arena = graphs.arena
+    arena.begin(bench.plan([StepKind.FULL] * bench.rows), bench.states)
+    want = graphs.run(StepShape.DENSE, ids, None, bench.context).logits[:, -1]
+    error = difference(got, want)
+    require_close(error, f"a verification of {size} tokens")
+    return error
+
+
+def _replayed(graphs: StepGraphs, size: int) -> float:
+    def group() -> None:
+        for _ in range(GROUP):
+            graphs.replay(StepShape.SLOW, size)
+
+    group()
+    return sorted(milliseconds(group) / GROUP for _ in range(REPEATS))[REPEATS // 2]

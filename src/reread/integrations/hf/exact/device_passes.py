@@ -1,0 +1,164 @@
+"""Passes of an exact generation on the GPU: all rows of the batch in every one, as CUDA graphs
+where the model can be captured.
+
+A row that is not asked goes along and is not looked at: in a draft it writes behind its text, in a
+verification it is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....attention import StepPlan
+from ....config import Config
+from ....layer import DeviceRow
+from ....steps import RowStep, StepShape
+from ....types import StepKind
+from ....verifying import Pass
+from .. import guard
+from ..conversation import Conversation
+from ..runner import Runner
+from .passes import Passes
+from .rows import Row
+
+SIZES = (1, 3, 5, 9, 17)  # tokens of a row in a verification: each is captured once
+
+
+class DevicePasses(Passes):
+    """See the module."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        cache: Any,
+        conversation: Conversation,
+        mask: Tensor | None,
+        rows: Sequence[Row],
+        runner: Runner,
+    ) -> None:
+        """rows: of the whole batch."""
+        super().__init__(model, config, cache, conversation.states, mask, None)
+        self._conversation, self._rows, self._runner = conversation, rows, runner
+        self._steps: list[RowStep] = []
+
+    def size(self, tokens: int) -> int:
+        """Tokens that a row of a verification gets, padding included."""
+        # a model that runs kernel by kernel has nothing to capture, and recurrent states to spare
+        return tokens if self.together else next(n for n in SIZES if n >= tokens)
+
+    @torch.no_grad()
+    def run(
+        self,
+        rows: Sequence[Row],
+        tokens: Sequence[Sequence[int]],
+        first: Sequence[int],
+        *,
+        verify: bool,
+        evidence: frozenset[int] = frozenset(),
+    ) -> tuple[Tensor, Pass]:
+        """As `Passes.run`."""
+        new, asked = len(tokens[0]), {row.index: i for i, row in enumerate(rows)}
+        columns = [
+            first[asked[row.index]] if row.index in asked else row.length for row in self._rows
+        ]
+        for state in self.states.values():
+            state.kv.ensure_room(max(columns) + new - state.kv.length)
+        self._runner.prepare(self._conversation)
+        arena = self._conversation.arena
+        assert arena is not None
+        idle = frozenset(row.index for row in self._rows if row.done or row.index not in asked)
+        self._steps = self._planned(columns, new, verify=verify, evidence=evidence, idle=idle)
+        arena.tell(self._steps)
+        fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]
+        logits = self._forward(arena, fed, columns, new, verify)
+        arena.lanes.barrier()
+        if verify:
+            arena.chose(self._steps, self.states)
+        arena.unfinished = False
+        if len(rows) < len(self._rows):
+            logits = logits[[row.index for row in rows]]
+        guard.check_logits(logits[[i for i, row in enumerate(rows) if not row.done]])
+        return logits, self._told(rows, first, new, verify)
+
+    def _planned(
+        self, columns: Sequence[int], new: int, *, verify: bool, evidence: frozenset[int],
+        idle: frozenset[int],
+    ) -> list[RowStep]:  # fmt: skip
+        config = self._config
+        if verify:
+            return [
+                RowStep.verifying(
+                    row.start, column, new, config,
+                    refresh=row.index in evidence, idle=row.index in idle,
+                )
+                for row, column in zip(self._rows, columns, strict=True)
+            ]  # fmt: skip
+        ends, starts = [column + 1 for column in columns], tuple(row.start for row in self._rows)
+        kinds = tuple(StepKind.FULL if b in idle else StepKind.FAST for b in range(len(starts)))
+        plan = StepPlan(kinds, starts, max(ends), None, (True,) * len(starts))
+        self._runner.seed(self._conversation, plan)
+        chosen = next(iter(self.states.values())).chosen
+        found = []
+        for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            known = chosen[b]
+            # a row that is not asked reads the little that it needs to stay finite
+            window, count = (
+                (end - 1, 0)
+                if not isinstance(known, DeviceRow)
+                else (known.window_start, known.count)
+            )
+            low = start + config.sink
+            found.append(RowStep(start, end, low, low, window, count, StepKind.FAST))
+        return found
+
+    def _forward(
+        self, arena: Any, fed: list[list[int]], columns: Sequence[int], new: int, verify: bool
+    ) -> Tensor:
+        """Logits [B, T, V], of a captured pass until the next one."""
+        device = self._model.device
+        ids = torch.tensor(fed, device=device)
+        positions = torch.tensor([
+            [column - row.shift + t for t in range(new)]
+            for row, column in zip(self._rows, columns, strict=True)
+        ], device=device)  # fmt: skip
+        shape = StepShape.SLOW if verify else StepShape.FAST
+        if not self.together:
+            given = {"input_ids": ids, "position_ids": positions}
+            output = self._runner.replay(arena, shape, ids, positions, max(columns) + new, given)
+            if output is not None:
+                for state in self.states.values():
+                    state.kv.wrote(max(columns) + new)
+                logits: Tensor = output.logits
+                return logits
+        self._runner.ran = "eager"
+        everywhere = tuple(range(len(self._rows)))
+        self.running = Pass(everywhere, (), tuple(c + new for c in columns), verify)
+        return self._by_model(ids, positions, everywhere, columns)
+
+    def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """One layer of a pass that runs kernel by kernel: [B, H, T, D] -> [B, T, H, D]."""
+        arena = self._conversation.arena
+        assert arena is not None
+        assert self.running is not None
+        if self.running.verify:
+            return arena.verify(layer, query, scale).transpose(1, 2)
+        return arena.attend(layer, query[:, :, 0], StepShape.FAST, scale).unsqueeze(1)
+
+    def _told(self, rows: Sequence[Row], first: Sequence[int], new: int, verify: bool) -> Pass:
+        """What was read, for the meter."""
+        ends = tuple(column + new for column in first)
+        step = Pass(tuple(row.index for row in rows), tuple(r.start for r in rows), ends, verify)
+        for i, row in enumerate(rows):
+            step.read[i] = self._steps[row.index].keys(self._config.sink)
+        return step
+
+    def settle(self, rows: Sequence[Row], taken: dict[int, int]) -> None:
+        """As `Passes.settle`; what was chosen is in the arena already."""
+        length = max(row.length for row in rows)
+        for state in self.states.values():
+            state.kv.crop(min(length, state.kv.length))
