@@ -14,10 +14,9 @@ from torch import Tensor
 
 from reread import ops
 from reread.config import SelectorConfig
-from reread.policy import selector
 
 from .cases import Case, Inputs
-from .test_kernels import TOLERANCE, close, exact_view
+from .test_kernels import PAPER, TOLERANCE, close, exact_view
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels cannot run here")
 
@@ -38,7 +37,8 @@ class Queries:
 
 
 class Run:
-    """Everything that the kernels take, unused memory NaN."""
+    """Everything that the kernels take, unused memory NaN; `asked` is any query of each row, and J
+    ends before what that query does not see."""
 
     def __init__(self, what: Queries, device: torch.device, seed: int = 0) -> None:
         case, t = what.case, what.queries
@@ -55,10 +55,11 @@ class Run:
             rows, heads, case.kv_heads, case.dim, x.k.shape[2], device, queries=t,
             programs=-(-case.programs // 2),
         )  # fmt: skip
-        for scratch in (self.work.query_parts, self.work.query_sums, self.work.query_lse):
+        work = self.work
+        for scratch in (work.query_parts, work.query_sums, work.logits, work.lse):
             scratch.fill_(torch.nan)
         self.kv = kernels.Cache(x.k, x.v, x.int32(x.starts), x.int32(x.lengths))
-        self.allowed = x.int32(x.low), x.int32(x.high)
+        self.ask(torch.randint(t, (rows,), generator=x.generator, device=device))
         self.out = torch.full(self.q.shape, torch.nan, dtype=case.dtype, device=device)
 
     def want(self) -> tuple[Tensor, Tensor]:
@@ -70,15 +71,18 @@ class Run:
         assert mass is not None
         return out, mass
 
-    def weights(self) -> Tensor:
-        """Of a random number of accepted queries in each row, the others' 0."""
-        w = torch.rand(
-            self.q.shape[0], self.q.shape[2], generator=self.x.generator, device=self.x.device
-        )
-        w[:, 1:] *= (
-            torch.rand(w[:, 1:].shape, generator=self.x.generator, device=self.x.device) > 0.4
-        )
-        return w / w.sum(1, keepdim=True)
+    def ask(self, asked: Tensor) -> None:
+        """Which query of each row leaves evidence, [B]."""
+        x = self.x
+        self.asked = asked.to(torch.int32)
+        low, high = x.int32(x.low), x.int32(x.high)
+        self.ends = self.kv.lengths - self.q.shape[2] + 1 + self.asked
+        self.allowed = low, torch.minimum(high, torch.maximum(self.ends, low))
+
+    def of_asked(self, values: Tensor, dim: int) -> Tensor:
+        """Each row's asked query of [B, ..., T, ...], T being `dim`."""
+        rows = zip(values, self.asked.tolist(), strict=True)
+        return torch.stack([row.select(dim - 1, t) for row, t in rows])
 
     def dense(self, **more: Any) -> Tensor:
         return kernels.verify_dense(
@@ -86,16 +90,23 @@ class Run:
             **more,
         )  # fmt: skip
 
-    def mass(self, weights: Tensor, **more: Any) -> Tensor:
-        return kernels.verify_mass(
-            self.q, self.kv, weights, self.allowed, scale=self.x.scale, work=self.work,
-            tuning=replace(self.tuning, tile=0), **more,
+    def with_evidence(self, **more: Any) -> Tensor:
+        return self.dense(allowed=self.allowed, asked=self.asked, **more)
+
+    def mass(self, active: Tensor | None = None) -> Tensor:
+        """The evidence that the last call left: [B, Hkv, L]."""
+        return kernels.evidence(
+            self.kv, work=self.work, allowed=self.allowed, active=active, heads=self.q.shape[1]
+        )
+
+    def refreshed(self, config: SelectorConfig, norms: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
+        """What the Selector makes of it, -7 where it left a row alone."""
+        indices, counts = (torch.full_like(x, -7) for x in self.x.selection())
+        kernels.refresh(
+            self.kv, config, heads=self.q.shape[1], work=self.work, allowed=self.allowed,
+            active=on, indices=indices, counts=counts, norms=norms,
         )  # fmt: skip
-
-
-def mixed(mass: Tensor, weights: Tensor) -> Tensor:
-    """The reference's mass per query [B, Hkv, T, L], weighted: [B, Hkv, L]."""
-    return torch.einsum("bhtl,bt->bhl", mass.double(), weights.double())
+        return indices, counts
 
 
 def check(run: Run) -> None:
@@ -103,67 +114,63 @@ def check(run: Run) -> None:
     want, want_mass = run.want()
     tolerance = TOLERANCE[run.x.case.dtype]
     close(run.dense(), want, tolerance)
+    assert bool(run.work.logits.isnan().all())
     run.out.fill_(torch.nan)
-    close(run.dense(allowed=run.allowed), want, tolerance)
-    weights = run.weights()
-    run.work.mass.fill_(torch.nan)
-    close(run.mass(weights), mixed(want_mass, weights), 1e-4)
+    close(run.with_evidence(), want, tolerance)
+    close(run.mass(), run.of_asked(want_mass, 2), 1e-4)
 
 
 def check_rows(run: Run) -> None:
-    """Rows that are off are left alone; of the others some choose again."""
-    rows = range(run.q.shape[0])
-    on = run.x.int32([int(b % 3 != 1) for b in rows])
-    again = run.x.int32([int(b % 3 == 0) for b in rows])
+    """Rows that are off are left alone, in the output and in the evidence."""
+    on = run.x.int32([int(b % 3 != 1) for b in range(run.q.shape[0])])
+    rows = on.bool()
     want, want_mass = run.want()
-    out = run.dense(active=on, allowed=run.allowed)
-    close(out[on.bool()], want[on.bool()], TOLERANCE[run.x.case.dtype])
-    assert bool(out[~on.bool()].isnan().all())
+    out = run.with_evidence(active=on)
+    close(out[rows], want[rows], TOLERANCE[run.x.case.dtype])
+    assert bool(out[~rows].isnan().all())
+    assert bool(run.work.logits[~rows].isnan().all())
+    assert bool(run.work.lse[~rows].isnan().all())
     run.work.mass.fill_(7.0)
-    weights = run.weights()
-    mass, rows_again = run.mass(weights, active=again), again.bool()
-    close(mass[rows_again], mixed(want_mass, weights)[rows_again], 1e-4)
-    assert bool((mass[~rows_again] == 7.0).all())
+    mass = run.mass(on)
+    close(mass[rows], run.of_asked(want_mass, 2)[rows], 1e-4)
+    assert bool((mass[~rows] == 7.0).all())
 
 
 def check_repeats(run: Run) -> None:
     """Bit for bit the same twice."""
-    first, weights = run.dense(allowed=run.allowed).clone(), run.weights()
-    mass = run.mass(weights).clone()
-    assert torch.equal(run.dense(allowed=run.allowed), first)
-    assert torch.equal(run.mass(weights), mass)
+    first, mass = run.with_evidence().clone(), run.mass().clone()
+    assert torch.equal(run.with_evidence(), first)
+    assert torch.equal(run.mass(), mass)
 
 
-def check_one_at_a_time(run: Run) -> None:
-    """As many calls of `decode_dense` as there are queries, and the evidence of one query alone."""
-    out = run.dense(allowed=run.allowed)
-    for t in range(run.q.shape[2]):
-        behind = run.q.shape[2] - 1 - t
-        kv = replace(run.kv, lengths=run.kv.lengths - behind)
-        low, high = run.allowed
-        allowed = low, torch.minimum(high, torch.maximum(kv.lengths, low))
-        q = run.q[:, :, t].contiguous()
-        one = kernels.decode_dense(q, kv, scale=run.x.scale, work=run.work, allowed=allowed)
-        some = (kv.lengths > kv.starts).nonzero()[:, 0]
-        close(out[some, :, t], one[some], 2 * TOLERANCE[run.x.case.dtype])
-        mass = kernels.evidence(kv, work=run.work, allowed=allowed, heads=q.shape[1]).clone()
-        weights = torch.zeros(run.q.shape[0], run.q.shape[2], device=run.x.device)
-        weights[:, t] = 1
-        close(run.mass(weights)[some], mass[some], 1e-4)
-
-
-def check_select(run: Run) -> None:
-    """The Selector chooses from this evidence as from any other."""
-    x, config = run.x, SelectorConfig()
-    run.dense(allowed=run.allowed)
-    mass = run.mass(run.weights())
-    indices, counts = x.selection()
-    kernels.select(mass, *run.allowed, config, work=run.work, indices=indices, counts=counts)
-    for b in range(mass.shape[0]):
-        span = slice(x.low[b], x.high[b])
-        want, many = selector.select(mass[b, :, span], None, config, x.case.k, x.low[b])
-        assert torch.equal(indices[b, :, : want.shape[1]], want)
-        assert torch.equal(counts[b], many)
+def check_as_decode(run: Run) -> None:
+    """What the asked query leaves is what `decode_dense` leaves of it, and the Selector makes the
+    same of it. Rows that are off choose nothing."""
+    x = run.x
+    on = x.int32([int(b % 3 != 1) for b in range(run.q.shape[0])])
+    kv = replace(run.kv, lengths=run.ends)
+    some = on.bool() & (run.ends > kv.starts)
+    norms = torch.linalg.vector_norm(x.k.float(), dim=-1)
+    configs = (SelectorConfig(), PAPER)
+    out = run.of_asked(run.with_evidence(active=on), 2)
+    logits, lse = run.work.logits.clone(), run.work.lse.clone()
+    ours = [run.refreshed(config, norms, on) for config in configs]
+    run.work.logits.fill_(torch.nan)
+    run.work.lse.fill_(torch.nan)
+    q = run.of_asked(run.q, 2).contiguous()
+    one = kernels.decode_dense(q, kv, scale=x.scale, work=run.work, active=on, allowed=run.allowed)
+    theirs = [run.refreshed(config, norms, on) for config in configs]
+    close(out[some], one[some], 2 * TOLERANCE[x.case.dtype])
+    low, high = run.allowed
+    # a row without J has no log-sum
+    read = some & (high > low)
+    close(lse[read], run.work.lse[read], 1e-5)
+    assert torch.equal(logits.isnan(), run.work.logits.isnan()), "stored exactly on J"
+    close(logits.nan_to_num(), run.work.logits.nan_to_num(), 1e-5)
+    for (got, counts), (want, want_counts) in zip(ours, theirs, strict=True):
+        assert torch.equal(got, want)
+        assert torch.equal(counts, want_counts)
+        assert bool((counts[~on.bool()] == -7).all())
 
 
 def check_public_op(run: Run) -> None:
@@ -181,8 +188,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "all": check,
     "some rows": check_rows,
     "repeats": check_repeats,
-    "one at a time": check_one_at_a_time,
-    "select": check_select,
+    "as decode": check_as_decode,
     "public op": check_public_op,
 }
 ODD = ((0, 75), (9, 50), (30, 43))
@@ -207,7 +213,7 @@ PAIRS = [
     (name, kernel)
     for name in SMALL
     for kernel in CHECKS
-    if kernel in ("all", "some rows") or name in ("ragged", "two passes, a tiny row")
+    if kernel in ("all", "as decode") or name in ("ragged", "two passes, a tiny row")
 ]
 
 
@@ -221,17 +227,16 @@ def test_half_precision_and_larger_heads(device: torch.device) -> None:
     check(Run(Queries(Case("d 128", ODD[:2], group=3, dim=128), 5), device))
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_random_shapes(data: st.DataObject) -> None:
-    """Ragged rows, any number of queries and heads, any cut of the work."""
+def drawn(data: st.DataObject, least: int, *, exact: bool) -> Run:
+    """Ragged rows of at least `least` tokens, any number of queries and heads, any cut of the work.
+    exact: fp32, where selections can be compared; of every 16 rows a pass."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     queries, group = data.draw(st.integers(1, 17)), data.draw(st.integers(1, 8))
-    # interpreting is slow, and fp32 makes a pass of every 16 rows
+    # interpreting is slow
     small = group * queries <= 32
     spans: Sequence[tuple[int, int]] = data.draw(
         st.lists(
-            st.tuples(st.integers(0, 40), st.integers(1, 50)).map(lambda s: (s[0], sum(s))),
+            st.tuples(st.integers(0, 40), st.integers(least, 50)).map(lambda s: (s[0], sum(s))),
             min_size=1, max_size=3 if small else 2,
         )
     )  # fmt: skip
@@ -239,9 +244,29 @@ def test_random_shapes(data: st.DataObject) -> None:
         "random", spans, kv_heads=1 + small, group=group,
         sink=data.draw(st.integers(0, 4)), recent=data.draw(st.integers(1, 20)),
         programs=data.draw(st.integers(1, 9)),
-        dtype=torch.float32 if small else HALF,
+        dtype=torch.float32 if small or exact else HALF,
     )  # fmt: skip
-    check(Run(Queries(case, queries), device, seed=data.draw(st.integers(0, 99))))
+    return Run(Queries(case, queries), device, seed=data.draw(st.integers(0, 99)))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_shapes(data: st.DataObject) -> None:
+    check(drawn(data, 1, exact=False))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_shapes_as_decode(data: st.DataObject) -> None:
+    check_as_decode(drawn(data, 20, exact=True))
+
+
+@pytest.mark.parametrize("t", range(6))
+def test_each_query_of_several_passes(t: int, device: torch.device) -> None:
+    """Groups of 4 in fp32: passes of 4 and 2 queries."""
+    run = Run(Queries(Case("each", ((0, 40), (7, 60)), group=4, recent=6), 6), device)
+    run.ask(torch.tensor([t, 5 - t], device=device))
+    check_as_decode(run)
 
 
 _BF16: dict[str, Any] = {

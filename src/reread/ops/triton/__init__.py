@@ -7,7 +7,7 @@ from .index import block_topk, index_refusal, index_scores, indexer_topk, on_dev
 from .index_decode import choose_keys, frequencies, turn_and_append
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
-from .verify import VerifyTuning, verify_dense, verify_mass
+from .verify import VerifyTuning, verify_dense
 from .workspace import Workspace, unsupported
 
 __all__ = [
@@ -35,5 +35,4 @@ __all__ = [
     "turn_and_append",
     "unsupported",
     "verify_dense",
-    "verify_mass",
 ]

@@ -5,6 +5,9 @@ Same meaning as `ops.reference.verify_dense`. What a graph must not bake in is r
 only, as in `decode`; rows that are off keep what `out` held. One pass serves queries times group up
 to 128 (more take another pass), at the padded size 16, 32, 64 or 128: on the GPU's matrix units 64
 costs hardly more than 16, 128 costs twice 64.
+
+Where `allowed` is given, one query of each row, `asked`, leaves the evidence that `decode_dense`
+leaves of its only one; all queries' would have to be stored, or the keys read twice.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from . import verify_kernels
 from .decode import LOG2_E, Allowed, Cache, precision
 from .workspace import MAX_TILE, Workspace, check
 
-SPAN = 1024  # positions that one program of the evidence handles
 FP32_TILE = 16  # as MAX_TILE: exact fp32 products run without the matrix units, out of registers
 
 
@@ -52,6 +54,7 @@ def verify_dense(
     work: Workspace,
     active: Tensor | None = None,
     allowed: Allowed | None = None,
+    asked: Tensor | None = None,
     out: Tensor | None = None,
     tuning: VerifyTuning = AUTO,
 ) -> Tensor:
@@ -62,8 +65,10 @@ def verify_dense(
         kv: with the T positions' keys and values; lengths are one past the last of them.
         work: with `queries` of at least T.
         active: int32 [B], 0 = leave the row alone; None: all rows.
-        allowed: int32 [B] low and high of J; leaves each query's log-sum over J in `work`, which
-            `verify_mass` reads.
+        allowed: int32 [B] low and high of J, together with `asked`; high is at most one past the
+            asked query's position.
+        asked: int32 [B], which of its T queries leaves each active row's evidence in `work`, as
+            `decode_dense` would.
         out: [B, H, T, D], last stride 1.
 
     Returns:
@@ -73,18 +78,17 @@ def verify_dense(
     out = torch.empty_like(q) if out is None else out
     assert out.shape == q.shape
     assert out.stride(-1) == kv.v.stride(-1) == 1
+    assert (allowed is None) == (asked is None)
     on = work.always[: q.shape[0]] if active is None else active
     queries = q.shape[2]
-    lse = _lse(q, work)
     for first, after in _passes(q, kv):
         # to a pass that ends before the newest position, what follows does not exist
         behind = queries - after
         lengths = kv.lengths - behind if behind else kv.lengths
-        span = slice(first, after)
-        _pass(
-            q[:, :, span], kv, out[:, :, span], lse[:, :, span], on, lengths, allowed, scale, work,
-            tuning,
-        )  # fmt: skip
+        span, ask = slice(first, after), None
+        if allowed is not None and asked is not None:
+            ask = *allowed, asked - first if first else asked
+        _pass(q[:, :, span], kv, out[:, :, span], on, lengths, ask, scale, work, tuning)
     return out
 
 
@@ -92,82 +96,41 @@ def _pass(
     q: Tensor,
     kv: Cache,
     out: Tensor,
-    lse: Tensor,
     on: Tensor,
     lengths: Tensor,
-    allowed: Allowed | None,
+    ask: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
     work: Workspace,
     tuning: VerifyTuning,
 ) -> None:
-    """`verify_dense` for queries that one program can hold."""
+    """`verify_dense` for queries that one program can hold.
+
+    ask: low and high of J and the asked query, counted from the first of `q`: outside of them, it
+    belongs to another pass, which leaves the evidence.
+    """
+    evidence = ask is not None
     shape = _shape(q, kv, tuning.tile)
-    tuned = resolve(tuning, shape["M"], q.shape[3], q.dtype, work.programs)
+    tuned = resolve(tuning, shape["M"], q.shape[3], q.dtype, work.programs, evidence)
     programs = tuned.programs
-    evidence = allowed is not None
+    low, high, asked = ask or (kv.starts, kv.starts, kv.starts)
     work.require_queries(q, kv.k, programs, evidence)
     shape["BPAD"] = triton.next_power_of_2(q.shape[0])
     shape["BN"] = tuned.block
     verify_kernels.verify_kernel[(programs,)](
         q, *q.stride()[:3], kv.k, kv.v, *kv.strides, work.query_parts, work.query_sums, kv.starts,
-        lengths, on, *(allowed or (kv.starts, kv.starts)), scale * LOG2_E, q.shape[0], **shape,
-        EVIDENCE=evidence, PRECISION=precision(q), num_warps=tuned.warps, num_stages=tuned.stages,
+        lengths, on, low, high, asked, work.logits, kv.k.shape[2], scale * LOG2_E, q.shape[0],
+        **shape, EVIDENCE=evidence, PRECISION=precision(q), num_warps=tuned.warps,
+        num_stages=tuned.stages,
     )  # fmt: skip
     chunk = min(64, max(32, triton.next_power_of_2(programs // kv.k.shape[1] + 2)))
     verify_kernels.verify_combine_kernel[(q.shape[0] * q.shape[1] * q.shape[2],)](
-        out, *out.stride()[:3], work.query_parts, work.query_sums, lse, lse.stride(1), kv.starts,
+        out, *out.stride()[:3], work.query_parts, work.query_sums, work.lse, asked, kv.starts,
         lengths, on, q.shape[0], programs, **shape, CHUNK=chunk, EVIDENCE=evidence, num_warps=4,
     )  # fmt: skip
 
 
-def verify_mass(
-    q: Tensor,
-    kv: Cache,
-    weights: Tensor,
-    allowed: Allowed,
-    *,
-    scale: float,
-    work: Workspace,
-    active: Tensor | None = None,
-    tuning: VerifyTuning = AUTO,
-) -> Tensor:
-    """The active rows' evidence after `verify_dense(allowed=...)` with the same q, kv and `work`:
-    what `selection.select` starts from. Reads the keys once more.
-
-    Args:
-        weights: fp32 [B, T], each row's sum is 1; 0 for queries that are no evidence.
-        allowed: that call's. active: int32 [B], of its active rows; None: all.
-
-    Returns:
-        fp32 [B, Hkv, L]: sum over t of weights[b, t] times query t's softmax over J, averaged over
-        the G query heads of a KV head; zero outside J. A view of the workspace, good until the next
-        call.
-    """
-    check(q, kv.k)
-    rows, kv_heads, width = kv.k.shape[:3]
-    work.require_queries(q, kv.k, 0, evidence=True)
-    assert weights.shape == (rows, q.shape[2])
-    assert weights.dtype == torch.float32
-    assert weights.stride(1) == 1
-    on = work.always[:rows] if active is None else active
-    mass = work.mass.view(-1)[: rows * kv_heads * width].view(rows, kv_heads, width)
-    lse = _lse(q, work)
-    for first, after in _passes(q, kv):
-        part, behind = q[:, :, first:after], q.shape[2] - after
-        shape = _shape(part, kv, tuning.tile)
-        tuned = resolve_mass(tuning, shape["M"], q.shape[3], q.dtype)
-        verify_kernels.query_mass_kernel[(triton.cdiv(width, SPAN), rows * kv_heads)](
-            part, *part.stride()[:3], kv.k, *kv.k.stride()[:3], lse[:, :, first:], lse.stride(1),
-            weights[:, first:], weights.stride(0), mass, width,
-            kv.lengths - behind if behind else kv.lengths, on, *allowed, scale * LOG2_E, **shape,
-            BN=tuned.block, SPAN=SPAN, ADD=first > 0, PRECISION=precision(q),
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
-    return mass
-
-
 def resolve(
-    tuning: VerifyTuning, tile: int, dim: int, dtype: torch.dtype, sms: int
+    tuning: VerifyTuning, tile: int, dim: int, dtype: torch.dtype, sms: int, evidence: bool
 ) -> VerifyTuning:
     """`tuning` with its zeros filled in: what spills no registers, and where it can leaves room for
     two programs an SM (compiled for sm_90)."""
@@ -176,15 +139,9 @@ def resolve(
     block = tuning.block or (32 if dim == 256 or exact else 64)
     warps = tuning.warps or (8 if heavy else 4)
     programs = tuning.programs or (sms if heavy else 2 * sms)
-    return VerifyTuning(block, warps, tuning.stages or 3, programs, tile)
-
-
-def resolve_mass(tuning: VerifyTuning, tile: int, dim: int, dtype: torch.dtype) -> VerifyTuning:
-    """As `resolve`, for the evidence, whose grid is fixed."""
-    exact = dtype == torch.float32
-    block = tuning.block or (32 if exact else 64)
-    warps = tuning.warps or (8 if tile == 128 or exact else 4)
-    return VerifyTuning(block, warps, tuning.stages or (3 if dim == 256 else 4), 0, tile)
+    # logits pass through shared memory, where two programs with three stages no longer fit
+    stages = tuning.stages or (2 if evidence and (dim, tile) == (128, 64) else 3)
+    return VerifyTuning(block, warps, stages, programs, tile)
 
 
 def _passes(q: Tensor, kv: Cache) -> Iterator[tuple[int, int]]:
@@ -200,9 +157,3 @@ def _shape(q: Tensor, kv: Cache, tile: int) -> dict[str, int]:
     group, queries = q.shape[1] // heads, q.shape[2]
     padded = max(16, tile, triton.next_power_of_2(group * queries))
     return {"HKV": heads, "G": group, "T": queries, "M": padded, "D": q.shape[3]}
-
-
-def _lse(q: Tensor, work: Workspace) -> Tensor:
-    """Log-sums over J, base 2, [B, H, T]."""
-    shape = q.shape[:3]
-    return work.query_lse.view(-1)[: shape.numel()].view(shape)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """The kernels of verification: attention of T new positions a row, and the Selector's evidence from
-several queries.
+one of them.
 
 The T queries of the G query heads of a KV head are the rows of one matrix of M (row g * T + t), so
 that a block of keys and values is read once for all of them. Work is cut and partial results are
@@ -37,12 +37,15 @@ def load_tile(
 
 @triton.jit
 def walk_causal(
-    qs, k, v, k_step, v_step, first, last, seen, scale2, m, z, acc,
-    BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    qs, k, v, k_step, v_step, first, last, seen, scale2, m, z, acc, logits, width, asks,
+    T: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, EVIDENCE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions [first, last) of one head, each row to those before seen [M]."""
+    """Attend to positions [first, last) of one head, each row to those before seen [M]. EVIDENCE:
+    store the logits (fp32, one query of each query head, `width` apart) of the rows asks [M]."""
     d, lane = tl.arange(0, D), tl.arange(0, BN)
     limit = tl.minimum(seen, last)
+    to = tl.arange(0, M) // T * width
     for n in range(first, last, BN):
         at = n + lane
         keep = (at < last)[:, None]
@@ -51,6 +54,10 @@ def walk_causal(
         vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep, other=0.0)
         t = tl.dot(qs, tl.trans(kk), input_precision=PRECISION) * scale2
         t = tl.where(at[None, :] < limit[:, None], t, float("-inf"))
+        if EVIDENCE:
+            # 32-bit offsets: pointers would take twice the registers
+            wanted = asks[:, None] & (at < last)[None, :]
+            tl.store(logits + (to[:, None] + at[None, :]), t, mask=wanted)
         m, z, acc = absorb(t, vv, m, z, acc, PRECISION)
     return m, z, acc
 
@@ -58,12 +65,12 @@ def walk_causal(
 @triton.jit
 def verify_kernel(
     q, q_row, q_head, q_step, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
-    starts, lengths, active, low, high, scale2, B,
+    starts, lengths, active, low, high, asked, logits, width, scale2, B,
     HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BPAD: tl.constexpr, BN: tl.constexpr, EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The active rows' pieces, shared by the whole grid. EVIDENCE: also the sums over J, which is
-    walked first (see `attend.dense_run`)."""
+    walked first (see `attend.dense_run`), and there the logits of query asked[b]."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     blocks = row_blocks(starts, lengths, active, B, BPAD, BN) * HKV
     ends = tl.cumsum(blocks, 0)
@@ -78,7 +85,9 @@ def verify_kernel(
         last = tl.minimum(length, first + taken * BN)
         tile = b * HKV + h
         qs = load_tile(q, tile, q_row, q_head, q_step, HKV, G, T, M, D)
-        seen = length - T + 1 + tl.arange(0, M) % T
+        r = tl.arange(0, M)
+        seen = length - T + 1 + r % T
+        to = logits + tile.to(tl.int64) * G * width
         kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
         vb = v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head
         m = tl.full([M], FLOOR, tl.float32)
@@ -88,30 +97,32 @@ def verify_kernel(
         if EVIDENCE:
             begin = tl.minimum(tl.maximum(tl.load(low + b), first), last)
             end = tl.minimum(tl.maximum(tl.load(high + b), begin), last)
+            asks = (r % T == tl.load(asked + b)) & (r < G * T)
             # J, what is before it, what is behind it; one copy of the walk keeps registers free
             for part in tl.range(0, 3, num_stages=1):
                 since = tl.where(part == 0, begin, tl.where(part == 1, first, end))
                 until = tl.where(part == 0, end, tl.where(part == 1, begin, last))
                 m, z, acc = walk_causal(
                     qs, kb, vb, k_step, v_step, since, until, seen, scale2, m, z, acc,
-                    BN, D, PRECISION,
+                    to, width, asks & (part == 0), T, M, BN, D, True, PRECISION,
                 )  # fmt: skip
                 mj, lj = tl.where(part == 0, m, mj), tl.where(part == 0, z, lj)
         else:
             m, z, acc = walk_causal(
-                qs, kb, vb, k_step, v_step, first, last, seen, scale2, m, z, acc, BN, D, PRECISION
-            )
+                qs, kb, vb, k_step, v_step, first, last, seen, scale2, m, z, acc,
+                to, width, r, T, M, BN, D, False, PRECISION,
+            )  # fmt: skip
         save_partial(parts, sums, pid + tile, m, z, acc, mj, lj, G * T, D, EVIDENCE, M)
         work += taken
 
 
 @triton.jit
 def verify_combine_kernel(
-    out, o_row, o_head, o_step, parts, sums, lse, lse_step, starts, lengths, active, B, programs,
+    out, o_row, o_head, o_step, parts, sums, lse, asked, starts, lengths, active, B, programs,
     HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BPAD: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, EVIDENCE: tl.constexpr,
 ):  # fmt: skip
-    """One query of one query head: grid B * H * T. lse [B, H, lse_step]."""
+    """One query of one query head: grid B * H * T. lse [B, H], of query asked[b]."""
     pid = tl.program_id(0)
     head, r = pid // (G * T), pid % (G * T)
     g, t = r // T, r % T
@@ -120,56 +131,9 @@ def verify_combine_kernel(
     if tl.load(active + b) != 0:
         slot, count = slots_of(head, starts, lengths, active, B, programs, HKV, BPAD, BN)
         to = out + b * o_row + (h * G + g).to(tl.int64) * o_head + t * o_step
-        combine_slots(
-            slot, count, r, parts, sums, to, lse + (head * G + g) * lse_step + t,
-            G * T, D, CHUNK, EVIDENCE, M,
-        )  # fmt: skip
-
-
-@triton.jit
-def query_mass_kernel(
-    q, q_row, q_head, q_step, k, k_row, k_head, k_step, lse, lse_step, weights, weights_row, mass,
-    width, lengths, active, low, high, scale2,
-    HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BN: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Sum over t of weights[b, t] times the mean over G of 2^(logit - lse), zero outside J; grid
-    (pieces of SPAN positions, B * Hkv). Keys alone are read. ADD: to what is there.
-
-    Positions are the rows of the matrix, so that a position's sum stays within few threads.
-    """
-    head = tl.program_id(1)
-    b, h = head // HKV, head % HKV
-    if tl.load(active + b) == 0:
-        return
-    origin = tl.program_id(0) * SPAN
-    begin, end = tl.load(low + b), tl.load(high + b)
-    lane = tl.arange(0, BN)
-    to = mass + head.to(tl.int64) * width
-    if (origin >= end) | (origin + SPAN <= begin):
-        if not ADD:
-            for n in range(origin, tl.minimum(origin + SPAN, width), BN):
-                tl.store(to + n + lane, tl.zeros([BN], tl.float32), mask=n + lane < width)
-        return
-    r, d = tl.arange(0, M), tl.arange(0, D)
-    real = r < G * T
-    weight = tl.load(weights + b * weights_row + r % T, mask=real, other=0.0) / G
-    norm = tl.load(lse + (head * G + r // T) * lse_step + r % T, mask=real, other=0.0)
-    seen = tl.load(lengths + b) - T + 1 + r % T
-    qs = load_tile(q, head, q_row, q_head, q_step, HKV, G, T, M, D)
-    kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
-    for n in range(origin, tl.minimum(origin + SPAN, width), BN):
-        at = n + lane
-        inside = ((at >= begin) & (at < end))[:, None]
-        kk = tl.load(kb + at.to(tl.int64)[:, None] * k_step + d[None, :], mask=inside, other=0.0)
-        if PRECISION == "ieee":
-            # exact fp32 products hold their first operand in registers: the smaller one
-            x = tl.trans(tl.dot(qs, tl.trans(kk), input_precision=PRECISION))
+        norm = lse + head * G + g
+        asks = (tl.load(asked + b) == t) if EVIDENCE else False
+        if asks:
+            combine_slots(slot, count, r, parts, sums, to, norm, G * T, D, CHUNK, EVIDENCE, M)
         else:
-            x = tl.dot(kk, tl.trans(qs), input_precision=PRECISION)
-        x = x * scale2 - norm[None, :]
-        p = tl.exp2(tl.where(inside & (at[:, None] < seen[None, :]), x, float("-inf")))
-        f = tl.sum(p * weight[None, :], 1)
-        if ADD:
-            f += tl.load(to + at, mask=at < width, other=0.0)
-        tl.store(to + at, f, mask=at < width)
+            combine_slots(slot, count, r, parts, sums, to, norm, G * T, D, CHUNK, False, M)

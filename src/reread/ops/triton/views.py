@@ -54,12 +54,15 @@ def verify_dense(
     if allowed is None:
         return verify.verify_dense(q, cache, scale=scale, work=work), None
     low, high = (_int32(x, q) for x in zip(*allowed, strict=True))
-    out = verify.verify_dense(q, cache, scale=scale, work=work, allowed=(low, high))
     masses = []
-    # each query's own; whoever wants their mixture alone reads the keys once for it
-    for one in torch.eye(queries, device=q.device):
-        weights = one.expand(q.shape[0], queries)
-        mass = verify.verify_mass(q, cache, weights, (low, high), scale=scale, work=work)
+    # each query's own, at a call each; whoever wants the evidence of one asks for it
+    for t in range(queries):
+        asked = torch.full_like(low, t)
+        seen = torch.minimum(high, torch.maximum(cache.lengths - queries + 1 + t, low))
+        out = verify.verify_dense(
+            q, cache, scale=scale, work=work, allowed=(low, seen), asked=asked
+        )
+        mass = selection.evidence(cache, work=work, allowed=(low, seen), heads=q.shape[1])
         masses.append(mass.clone())
     return out, torch.stack(masses, dim=2)
 

@@ -75,7 +75,7 @@ class Workspace:
         parts, sums: unfinished softmax results of the attention kernels.
         lse, logits, mass: evidence. scores, members, hists, cursors, cuts, tallies, prior_sums: the
             Selector.
-        query_parts, query_sums, query_lse: as parts, sums and lse, of verification.
+        query_parts, query_sums: as parts and sums, of verification.
     """
 
     rows: int
@@ -102,7 +102,6 @@ class Workspace:
     always: Tensor = field(init=False)
     query_parts: Tensor = field(init=False)
     query_sums: Tensor = field(init=False)
-    query_lse: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.programs = self.programs or multiprocessors(self.device)
@@ -129,7 +128,6 @@ class Workspace:
         slots = 2 * self.programs + tiles if self.queries else 0
         self.query_parts = self._fp32(slots, min(self.queries * group, MAX_TILE), self.dim)
         self.query_sums = self._fp32(slots, 4, MAX_TILE)
-        self.query_lse = self._fp32(self.rows, self.heads, self.queries)
 
     def require(self, q: Tensor, k: Tensor, programs: int, splits: int, evidence: bool) -> None:
         """Our own callers must have sized this for what they run: kernels do not check their
