@@ -39,13 +39,11 @@ class Arm:
     """Something to time.
 
     Attributes:
-        step: runs one layer, returns [B, H, T, D] or, not `alike`, something else.
-        share: of the layer's bytes that it must read.
+        step: runs one layer, returns [B, H, T, D]; not `alike`: for its speed alone.
     """
 
     name: str
     step: Callable[[int], Tensor]
-    share: float = 1.0
     alike: bool = True
     tuning: dict[str, Any] = field(default_factory=dict)
 
@@ -68,6 +66,8 @@ class Bench:
             shape.rows, shape.heads, shape.kv_heads, shape.dim, shape.length, self.device,
             queries=queries,
         )  # fmt: skip
+        at = torch.arange(shape.rows, device=self.device, dtype=torch.int32)
+        self._asked = {t: (t - 1 - at) % t for t in range(1, queries + 1)}
         # as a model gives them: positions first
         wide = (shape.rows, queries, shape.heads, shape.dim)
         self._q = torch.randn(wide, dtype=DTYPE, device=self.device)
@@ -99,23 +99,32 @@ class Bench:
         evidence: bool = False,
         tuning: VerifyTuning | None = None,
     ) -> Tensor:
-        """Our kernel."""
+        """Our kernel. evidence: of one query of each row."""
+        more: dict[str, Any] = {}
+        if evidence:
+            more = {"allowed": self.allowed, "asked": self.asked(queries)}
         return kernels.verify_dense(
             self.q(queries), self.caches[layer], scale=self.scale, work=self.work,
-            allowed=self.allowed if evidence else None, tuning=tuning or VerifyTuning(),
+            tuning=tuning or VerifyTuning(), **more,
         )  # fmt: skip
 
-    def mass(self, layer: int, queries: int, weights: Tensor) -> Tensor:
-        """The evidence of the `verify` before."""
-        return kernels.verify_mass(
-            self.q(queries), self.caches[layer], weights, self.allowed, scale=self.scale,
-            work=self.work,
-        )  # fmt: skip
+    def asked(self, queries: int) -> Tensor:
+        """Which query leaves evidence, another one in each row: int32 [B]."""
+        return self._asked[queries]
 
-    def decode(self, layer: int) -> Tensor:
+    def mass(self) -> Tensor:
+        """The evidence of the `verify` before: [B, Hkv, L]."""
+        return kernels.evidence(
+            self.caches[0], work=self.work, allowed=self.allowed, heads=self.shape.heads
+        )
+
+    def decode(self, layer: int, *, evidence: bool = False) -> Tensor:
         """One query a row by the kernel for that: [B, H, 1, D]."""
         q = self._q[:, 0].contiguous()
-        out = kernels.decode_dense(q, self.caches[layer], scale=self.scale, work=self.work)
+        out = kernels.decode_dense(
+            q, self.caches[layer], scale=self.scale, work=self.work,
+            allowed=self.allowed if evidence else None,
+        )  # fmt: skip
         return out[:, :, None]
 
 
