@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.readme_eval import (
-    eval_fidelity_4k,
+    eval_fidelity,
     eval_needle,
     eval_speed,
     gap_parts,
@@ -169,7 +169,7 @@ def distill() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "eval_needle": eval_needle,
     "eval_speed": eval_speed,
-    "eval_fidelity_4k": eval_fidelity_4k,
+    "eval_fidelity": eval_fidelity,
     "gpu_prefill": gpu_prefill,
     "gpu_ttft": gpu_ttft,
     "gap_rows": gap_rows,

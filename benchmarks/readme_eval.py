@@ -86,18 +86,19 @@ def eval_speed() -> str:
     return table(head, rows)
 
 
-def eval_fidelity_4k() -> str:
+def eval_fidelity() -> str:
     """What fast steps see and miss, by kind of text; dense itself shows how stable attention is."""
     figures = (
         "agreement", "kl", "slow_rate", "keys_read_share", "mass_fast", "useless_share",
         "stability_inside", "stability_across",
     )  # fmt: skip
     rows = []
-    for line in load("eval_fidelity_4k")["lines"]:
-        if line["method"] != "dense" and line["kind"] != "all":
-            values = (line["figures"].get(name) for name in figures)
-            shown = ("–" if value is None else f"{value:.3f}" for value in values)
-            rows.append((line["kind"], line["method"], *shown))
+    for length in ("4k", "8k"):
+        for line in load(f"eval_fidelity_{length}")["lines"]:
+            if line["method"] != "dense" and line["kind"] != "all":
+                values = (line["figures"].get(name) for name in figures)
+                shown = ("–" if value is None else f"{value:.3f}" for value in values)
+                rows.append((f"{line['kind']}, {length.upper()}", line["method"], *shown))
     head = (
         "text", "method", "agreement", "KL (nats)", "slow steps", "keys read", "mass read",
         "useless", "stable inside", "across",

@@ -28,19 +28,19 @@ class DeviceRow:
     count: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
     """What the latest verification of one row leaves for the Selector.
 
     Attributes:
-        queries: [H, T, D], after RoPE.
-        first: column of the first of them.
-        used: how many of them stand; those behind are of refused tokens.
+        query: [H, D], after RoPE.
+        position: its column.
+        allowed: J = [low, high) as it had it.
     """
 
-    queries: Tensor
-    first: int
-    used: int
+    query: Tensor
+    position: int
+    allowed: tuple[int, int]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

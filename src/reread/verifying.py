@@ -67,7 +67,7 @@ def attend(state: LayerState, q: Tensor, step: Pass, config: Config, scale: floa
         row = step.view(state, i)
         if step.verify:
             wanted = b in step.evidence
-            found = _verify(state, b, q[i : i + 1], row, scale, wanted)
+            found = _verify(state, b, q[i : i + 1], row, config, scale, wanted)
             out[i] = found[0].transpose(0, 1)
             step.read[i] = row.lengths[0] - row.starts[0]
         else:
@@ -86,22 +86,21 @@ def _draft(
 
 
 def _choose(state: LayerState, b: int, row: KVView, config: Config, scale: float) -> CompactKV:
-    """From the queries of the latest verification, or from the prefill's last ones. The newest
-    position of `row` is not part of it."""
+    """From the first query of the latest verification, which stood whatever was drafted behind it,
+    or from the prefill's last ones. The newest position of `row` is not part of it."""
     found = state.evidence.get(b)
     before = _shorter(row, 1)
     if found is None:
         return select_from_tail(state, b, before, config, scale)
-    allowed = allowed_span(before, config)
     mass = ops.tail_evidence(
-        found.queries[None, :, : found.used],
-        before,
-        [range(found.first, found.first + found.used)],
+        found.query[None, :, None],
+        _shorter(before, before.lengths[0] - found.position - 1),
+        [[found.position]],
         scale=scale,
-        allowed=[allowed],
+        allowed=[found.allowed],
         alpha=config.selector.alpha,
     )
-    return chosen_by(state, b, before, mass[0], allowed, config)
+    return chosen_by(state, b, before, mass[0], found.allowed, config)
 
 
 def _shorter(row: KVView, by: int) -> KVView:
@@ -112,13 +111,15 @@ def _shorter(row: KVView, by: int) -> KVView:
 
 
 def _verify(
-    state: LayerState, b: int, q: Tensor, row: KVView, scale: float, wanted: bool
+    state: LayerState, b: int, q: Tensor, row: KVView, config: Config, scale: float, wanted: bool
 ) -> Tensor:
-    """Dense attention of one row: q [1, H, T, D] -> [1, H, T, Dv]; wanted: whether its queries are
-    kept as evidence."""
+    """Dense attention of one row: q [1, H, T, D] -> [1, H, T, Dv]; wanted: whether its first query
+    is kept as evidence."""
     state.chosen[b] = None
     if wanted:
-        # a copy: what the model computed them in is used again
-        first = row.lengths[0] - q.shape[2]
-        state.evidence[b] = Evidence(q[0].clone(), first, q.shape[2])
+        behind = q.shape[2] - 1
+        allowed = allowed_span(_shorter(row, behind), config)
+        # a copy: what the model computed it in is used again
+        at = row.lengths[0] - behind - 1
+        state.evidence[b] = Evidence(q[0, :, 0].clone(), at, allowed)
     return ops.verify_dense(q, row, scale=scale, backend=HOST)[0]

@@ -156,9 +156,3 @@ class DevicePasses(Passes):
         for i, row in enumerate(rows):
             step.read[i] = self._steps[row.index].keys(self._config.sink)
         return step
-
-    def settle(self, rows: Sequence[Row], taken: dict[int, int]) -> None:
-        """As `Passes.settle`; what was chosen is in the arena already."""
-        length = max(row.length for row in rows)
-        for state in self.states.values():
-            state.kv.crop(min(length, state.kv.length))

@@ -174,7 +174,7 @@ class Loop:
         evidence = frozenset(row.index for row in rows if self._wants_evidence(row))
         if before is not None:
             self._back(before)
-        logits, step = self._passes.run(fed, tokens, first, verify=True, evidence=evidence)
+        logits, _ = self._passes.run(fed, tokens, first, verify=True, evidence=evidence)
         self.steps += 1
         going = [(i, row) for i, row in enumerate(fed) if row in rows]
         chosen = self._chooser.verify(logits, fed)
@@ -187,13 +187,14 @@ class Loop:
             kept = max(taken.values())
             self._passes.run(self.rows, [t[:kept] for t in tokens], first, verify=True)
             self.steps += 1
-        for i, row in going:
+        for _, row in going:
             n = taken[row.index]
             dense = n * keys[row.index] + n * (n - 1) // 2
-            self._count(row, StepKind.SLOW, step.read[i], dense)
+            read = keys[row.index] + len(row.draft)
+            self._count(row, StepKind.SLOW, read, dense)
             row.told(found[row.index][0], n)
             row.basis = row.index in evidence
-        self._passes.settle(self.rows, taken)
+        self._passes.settle(self.rows)
 
     def _wants_evidence(self, row: Row) -> bool:
         """Whether the row may draft behind this verification."""

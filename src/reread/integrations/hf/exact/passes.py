@@ -140,15 +140,12 @@ class Passes:
         values = state.kv.values.shape[3]
         return kv_heads * (dim + values) * state.kv.keys.itemsize * len(self.states)
 
-    def settle(self, rows: Sequence[Row], taken: dict[int, int]) -> None:
-        """Behind a verification: of row b, taken[b] positions stand."""
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Behind a verification: forget columns in which no row has a token that stands."""
         length = max(row.length for row in rows)
         for state in self.states.values():
             state.kv.crop(min(length, state.kv.length))
             state.tail = None
-            for b, n in taken.items():
-                if b in state.evidence:
-                    state.evidence[b].used = n
 
     def crop(self, length: int) -> None:
         """Forget columns from `length` on in the layers that reread keeps."""
