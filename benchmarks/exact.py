@@ -2,6 +2,7 @@
 it gains on a CPU.
 
     python -m benchmarks.exact acceptance            SmolLM2 continues real text
+    python -m benchmarks.exact evidence              which queries of a verification choose
     python -m benchmarks.exact speed                 the same, against the faster of two dense arms
     python -m benchmarks.exact needle --model FOLDER --tokens 16384
 
@@ -13,7 +14,9 @@ tokens are compared with those of `Config.preset("dense")`; a difference ends th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ from transformers.cache_utils import DynamicCache
 import reread
 from benchmarks.common import console, save, show
 from benchmarks.decode_cpu import DENSE, DENSE_ARMS, PREALLOCATED, greedy, run
-from reread import Config
+from reread import Config, ops, verifying
+from reread.attention import chosen_by
 from reread.evaluation import needle, texts
 from reread.evaluation.fidelity import fork, prefill
 from reread.evaluation.provenance import provenance
@@ -100,6 +104,52 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "model": "smollm2", "context": args.context, "new": args.new}
 
 
+def evidence(args: argparse.Namespace) -> dict[str, Any]:
+    """Sampled text, K = 256: the next draft's keys chosen by the first query of a verification (as
+    mode "exact" does), by the last that stands, or by all that stand."""
+    loaded, rows = load("smollm2", dtype="float32"), []
+    for kind in KINDS:
+        console.log(f"{kind}: reading")
+        ids, cache = read(loaded, kind, args.context)
+        for way in ("first", "last", "all"):
+            with choosing_by(way):
+                output = generate(loaded, cache, ids, fixed(256, 8), args.new, True)
+            rows.append({"text": kind, "queries": way, **figures(output.stats)})
+            console.log(f"{kind}, {way}: {rows[-1]['acceptance']:.3f}")
+    return {"rows": rows, "model": "smollm2", "context": args.context, "new": args.new}
+
+
+@contextlib.contextmanager
+def choosing_by(way: str) -> Iterator[None]:
+    """Inside it the first row's drafts are chosen by other queries of the latest verification."""
+    held: dict[int, Tensor] = {}  # queries of each layer, [H, T, D]
+    attend, choose = verifying._verify, verifying._choose
+
+    def keep(state: Any, b: int, q: Tensor, *rest: Any) -> Tensor:
+        held[id(state)] = q[0].clone()
+        return attend(state, b, q, *rest)
+
+    def instead(state: Any, b: int, row: Any, config: Config, scale: float) -> Any:
+        found = state.evidence.get(b)
+        if found is None or way == "first":
+            return choose(state, b, row, config, scale)
+        stands = row.lengths[0] - 1 - found.position
+        first = stands - 1 if way == "last" else 0
+        before = verifying._shorter(row, 1)
+        mass = ops.tail_evidence(
+            held[id(state)][None, :, first:stands], before,
+            [range(found.position + first, found.position + stands)],
+            scale=scale, allowed=[found.allowed], alpha=config.selector.alpha,
+        )  # fmt: skip
+        return chosen_by(state, b, before, mass[0], found.allowed, config)
+
+    verifying._verify, verifying._choose = keep, instead
+    try:
+        yield
+    finally:
+        verifying._verify, verifying._choose = attend, choose
+
+
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Arms in turn, several rounds, medians."""
     loaded, rows = load("smollm2", dtype="float32"), []
@@ -167,9 +217,10 @@ def run_needle(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "model": Path(args.model).name, "tokens": args.tokens}
 
 
-RUNS = {"acceptance": acceptance, "speed": speed, "needle": run_needle}
+RUNS = {"acceptance": acceptance, "evidence": evidence, "speed": speed, "needle": run_needle}
 COLUMNS = {
     "acceptance": ("text", "k", "tokens"),
+    "evidence": ("text", "queries", "acceptance", "accepted_per_verify"),
     "speed": ("text", "arm", "tokens_per_s", "speedup", "acceptance"),
     "needle": ("k", "tokens", "acceptance", "accepted_per_verify", "keys_read_share"),
 }
