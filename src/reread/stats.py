@@ -13,7 +13,8 @@ class Drafts:
 
     Attributes:
         verified: passes that verified a row.
-        drafted, accepted: tokens that sparse steps proposed, and those of them that stand.
+        drafted, accepted: tokens that sparse steps proposed, and those of them that went into the
+            text besides the one that every verification yields.
         lengths: how many drafts had so many tokens, by number of tokens.
         tokens: new tokens of all rows, each up to its end.
     """

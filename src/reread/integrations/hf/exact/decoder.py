@@ -34,8 +34,7 @@ from .rows import Chooser, Row
 Progress = Callable[[str, int, int], None]
 OLD_CACHE = "past_key_values"  # before transformers 5.24
 REFUSED = (
-    "output_scores", "output_logits", "output_hidden_states", "custom_generate",
-    "prefix_allowed_tokens_fn", "synced_gpus",
+    "output_scores", "output_logits", "output_hidden_states", "custom_generate", "synced_gpus",
 )  # fmt: skip
 
 
@@ -128,6 +127,11 @@ class Decoder:
         **model_kwargs: Any,
     ) -> Any:
         """The decoding method: everything from `input_ids` on is as transformers calls it."""
+        if streamer is not None and input_ids.shape[0] > 1:
+            raise UnsupportedError(
+                f"a streamer for {input_ids.shape[0]} rows is not supported in mode 'exact': rows "
+                "get their tokens at different times"
+            )
         output = model._prefill(input_ids, generation_config, model_kwargs)
         logits = output.logits[:, -1].to(torch.float32, copy=True)
         del output
@@ -139,7 +143,8 @@ class Decoder:
         texts = _texts(input_ids, generation_config)
         self.passes = self._passes(cache, conversation, mask, valid, rows)
         chooser = Chooser(logits_processor, bool(generation_config.do_sample), texts)
-        loop = Loop(self._config, self.passes, rows, texts, chooser, stopping_criteria)
+        pad = _pad(generation_config)
+        loop = Loop(self._config, self.passes, rows, texts, chooser, stopping_criteria, pad)
         if streamer is not None:
             loop.put = lambda tokens: streamer.put(tokens.cpu())
         returns = bool(generation_config.return_dict_in_generate)
@@ -194,7 +199,10 @@ def _without_stop_strings(configs: Sequence[Any]) -> Any:
 
 def _texts(input_ids: Tensor, generation_config: Any) -> Tensor:
     """The prompts with room for what may follow, padding in it."""
-    pad = generation_config._pad_token_tensor
     room = generation_config.max_length - input_ids.shape[1]
-    value = 0 if pad is None else int(pad)
-    return torch.nn.functional.pad(input_ids, (0, max(1, room)), value=value)
+    return torch.nn.functional.pad(input_ids, (0, max(1, room)), value=_pad(generation_config))
+
+
+def _pad(generation_config: Any) -> int:
+    pad = generation_config._pad_token_tensor
+    return 0 if pad is None else int(pad)

@@ -71,7 +71,8 @@ class DevicePasses(Passes):
         self._runner.prepare(self._conversation)
         arena = self._conversation.arena
         assert arena is not None
-        idle = frozenset(row.index for row in self._rows if row.done or row.index not in asked)
+        absent = frozenset(row.index for row in self._rows if row.index not in asked)
+        idle = self._idle(self._rows, verify) | absent
         self._steps = self._planned(columns, new, verify=verify, evidence=evidence, idle=idle)
         arena.tell(self._steps)
         fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]

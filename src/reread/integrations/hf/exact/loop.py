@@ -44,10 +44,11 @@ class Loop:
         texts: Tensor,
         chooser: Chooser,
         stopping: Any,
+        pad: int,
     ) -> None:
-        """texts: int64 [B, longest], padded behind each row's `count`."""
+        """texts: int64 [B, longest], filled with `pad` behind each row's `count`."""
         self._config, self._passes, self._texts = config, passes, texts
-        self._chooser, self._stopping = chooser, stopping
+        self._chooser, self._stopping, self._pad = chooser, stopping, pad
         # without an end token, dense decoding goes on with a row until all have ended
         self._hard = any(hasattr(criterion, "eos_token_id") for criterion in stopping)
         # columns of the cache before the text begins: of a cache that was given, of embeddings
@@ -155,6 +156,10 @@ class Loop:
             for i, row in enumerate(fed):
                 if row in going:
                     self._count(row, StepKind.FAST, step.read[i], 0)
+        for row in self.rows:
+            if row.done and together:
+                # what dense decoding feeds behind a row's end
+                row.draft = [self._pad] * len(rows[0].draft)
         for row in rows:
             self.lengths[len(row.draft)] = self.lengths.get(len(row.draft), 0) + 1
 
@@ -169,7 +174,10 @@ class Loop:
     def _verify(self, rows: Sequence[Row], before: Snapshot | None) -> None:
         fed = list(rows) if before is None else self.rows
         size = self._passes.size(1 + max(len(row.draft) for row in rows))
-        tokens = [_padded([self._newest(row), *row.draft], size) for row in fed]
+        tokens = [
+            _padded([self._newest(row), *row.draft], size, self._pad if row.done else None)
+            for row in fed
+        ]
         first = [row.length for row in fed]
         evidence = frozenset(row.index for row in rows if self._wants_evidence(row))
         if before is not None:
@@ -218,13 +226,12 @@ class Loop:
     def _together(
         self, rows: Sequence[Row], found: dict[int, tuple[int, list[int]]]
     ) -> dict[int, int]:
-        """All rows take as many tokens as the one that takes the fewest; rows that are done go on
-        with padding, as in dense decoding."""
+        """All rows take as many tokens as the one that takes the fewest, or until one ends: it goes
+        on with padding, as in dense decoding, not with what it drafted."""
         least, kept = min(len(tokens) for _, tokens in found.values()), 0
-        while kept < least and any(not row.done for row in rows):
+        while kept < least and not any(row.done for row in rows):
             for row in rows:
-                if not row.done:
-                    self.append(row, found[row.index][1][kept])
+                self.append(row, found[row.index][1][kept])
             kept += 1
         for row in self.rows:
             row.length += kept
@@ -262,5 +269,5 @@ class Loop:
         return self._texts[:, : self.width]
 
 
-def _padded(tokens: list[int], size: int) -> list[int]:
-    return tokens + tokens[-1:] * (size - len(tokens))
+def _padded(tokens: list[int], size: int, pad: int | None) -> list[int]:
+    return tokens + (tokens[-1:] if pad is None else [pad]) * (size - len(tokens))

@@ -70,7 +70,7 @@ class Passes:
         ends = tuple(column + new for column in first)
         step = Pass(
             tuple(row.index for row in rows), tuple(row.start for row in rows), ends, verify,
-            self._covering(max(ends)), frozenset(row.index for row in rows if row.done), evidence,
+            self._covering(max(ends)), self._idle(rows, verify), evidence,
         )  # fmt: skip
         device = self._model.device
         positions = torch.tensor([
@@ -101,6 +101,12 @@ class Passes:
                 state.kv.placement = None
         guard.check_layers(type(self._model).__name__, self.states, self._seen)
         return logits
+
+    def _idle(self, rows: Sequence[Row], verify: bool) -> frozenset[int]:
+        """Rows of a pass that read nothing. Where rows go through every pass together, what is
+        verified of rows that are done is padding, which the next turn may read."""
+        wanted = verify and self.together
+        return frozenset(row.index for row in rows if row.done and not wanted)
 
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets where the longest needs so many."""

@@ -59,12 +59,12 @@ class Row:
         return self.length - self.shift
 
     def told(self, accepted: int, taken: int) -> None:
-        """So many tokens of the draft stand, and so many went into the text: fewer where it ended,
-        or where another row took fewer."""
+        """So many tokens of the draft stand; `taken` tokens went into the text, the verification's
+        own among them: fewer where it ended, or where another row took fewer."""
         self.policy.observe(accepted, len(self.draft))
         self.verified += 1
         self.drafted += len(self.draft)
-        self.accepted += min(accepted, taken)
+        self.accepted += min(accepted, taken - 1)
 
 
 class Chooser:
@@ -81,8 +81,10 @@ class Chooser:
         text = self._texts[row.index, : row.count]
         if behind:
             text = torch.cat([text, text.new_tensor(behind)])
-        scores: Tensor = self._processors(text[None], logits[None].clone())
-        return scores[0]
+        # the whole batch, this row's text in each place: a processor may know rows by their index
+        rows = self._texts.shape[0]
+        scores: Tensor = self._processors(text.expand(rows, -1), logits.repeat(rows, 1))
+        return scores[row.index]
 
     @property
     def _plain(self) -> bool:

@@ -1,0 +1,119 @@
+"""Mode "exact" on the (interpreted) kernels: dense's text, and the drafts that the reference makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import reread
+from reread import Config
+
+from . import device, tiny
+from .device import PAPER_LIKE
+from .tiny import left_padded, prompt, sparse
+
+LENGTHS = (60, 41, 33)
+NEW = 12
+
+
+def exact(base: Config | None = None, **changes: Any) -> Config:
+    """A budget that leaves most of the prompts out; always four tokens, unless told otherwise."""
+    base = sparse(k=16) if base is None else base
+    given = {"draft.tokens": 4, "draft.adapt": False, "draft.min_probability": 0.0, **changes}
+    return base.updated({"mode": "exact", **given})
+
+
+def both(net: Any, config: Config, runner: str, **options: Any) -> tuple[Any, Any, torch.Tensor]:
+    """Outputs on the reference and on the kernels, and transformers' own new tokens."""
+    ids, mask = left_padded([prompt(n, seed=n) for n in options.pop("lengths", LENGTHS)])
+    given = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": mask, **options}
+    want = net.generate(ids, **given)
+    outputs = []
+    for backend in ({"backend": "reference"}, {"backend": "triton", "runner": runner}):
+        outputs.append(reread.generate(net, ids, config=config.updated(backend), **given))
+    return outputs[0], outputs[1], want
+
+
+@pytest.mark.parametrize("runner", ["graph", "eager"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"draft.tokens": 1},
+        {"k": 400, "dense_below_budget": False},
+        {"draft.tokens": 8, "draft.min_probability": 0.05},
+    ],
+    ids=str,
+)
+def test_text_is_denses_and_drafts_are_the_references(runner: str, case: dict[str, Any]) -> None:
+    ref, got, want = both(device.model("qwen3"), exact(**case), runner)
+    assert torch.equal(ref.sequences, want)
+    assert torch.equal(got.sequences, want)
+    assert got.stats.backend == "triton"
+    assert got.stats.runner == ("graph, compiled layers" if runner == "graph" else "eager")
+    assert got.stats.drafts == ref.stats.drafts
+    assert got.stats.drafts.drafted > 0
+    assert got.stats.fast_steps == ref.stats.fast_steps
+    assert got.stats.slow_steps == ref.stats.slow_steps
+    assert got.stats.keys_read_share == pytest.approx(ref.stats.keys_read_share)
+    if case.get("k") == 400:
+        assert got.stats.drafts.acceptance == 1.0
+
+
+def test_the_papers_selector_with_key_norms() -> None:
+    base = sparse(k=16, selector=PAPER_LIKE)
+    ref, got, want = both(device.model("qwen3"), exact(base), "graph", lengths=(50, 33))
+    assert torch.equal(got.sequences, want)
+    assert got.stats.drafts == ref.stats.drafts
+
+
+def test_rows_end_on_their_own() -> None:
+    net = device.model("qwen3")
+    plain = both(net, exact(), "graph")[2][:, max(LENGTHS) :]
+    # a token that one row writes early and another late, or never
+    end = int(plain[0, 3])
+    ref, got, want = both(net, exact(), "graph", eos_token_id=end, pad_token_id=0)
+    assert torch.equal(got.sequences, want)
+    assert got.stats.drafts == ref.stats.drafts
+
+
+def test_a_hybrid_runs_kernel_by_kernel() -> None:
+    net = device.build("qwen3.5", head_dim=64)
+    ref, got, want = both(net, exact(), "auto", lengths=(40, 33))
+    assert torch.equal(got.sequences, want)
+    assert got.stats.runner == "eager"
+    assert got.stats.drafts == ref.stats.drafts
+
+
+def test_a_second_turn_on_the_same_cache() -> None:
+    net = device.model("qwen3")
+    ids, config = prompt(50, seed=3), exact().updated({"backend": "triton"})
+    name = tiny.CACHE
+    turns = []
+    for attach in (None, config):
+        cache = tiny.prefilled(net, ids[:, :-1])
+        options = {"max_new_tokens": 6, "do_sample": False, name: cache}
+        found = ids
+        for seed in (4, 5):
+            if attach is None:
+                found = net.generate(found, **options)
+            else:
+                found = reread.generate(net, found, config=attach, **options).sequences
+            found = torch.cat([found, prompt(4, seed=seed)], dim=1)
+        turns.append(found)
+    assert torch.equal(*turns)
+
+
+def test_sampling_with_a_seed_draws_what_the_reference_draws() -> None:
+    net, config = device.model("qwen3"), exact()
+    found = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(1)
+        ids, mask = left_padded([prompt(n, seed=n) for n in (50, 33)])
+        options = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7, "top_k": 20}
+        changed = config.updated({"backend": backend})
+        out = reread.generate(net, ids, mask, config=changed, **options)
+        found.append(out.sequences)
+    assert torch.equal(*found)
