@@ -246,7 +246,7 @@ def test_a_long_answer_that_adapts_is_denses(monkeypatch: pytest.MonkeyPatch) ->
     assert stats.drafts is not None
     lengths = stats.drafts.lengths
     assert lengths[0] > 150  # nearly nothing stands of what a random model drafts from 34 keys
-    assert lengths[2] >= 2  # a probe
+    assert sum(times for n, times in lengths.items() if n) >= 3  # trials
 
     fixed = dataclasses.replace(config, draft=dataclasses.replace(config.draft, adapt=False))
     _, _, blind = both(net, prompt(90), fixed, max_new_tokens=64)

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from reread import Config, ConfigError, DraftConfig
 from reread.policy import acceptance
 from reread.policy.draft import (
+    FIRST_WAIT,
     GAIN,
     HIGHEST,
+    LONGEST_WAIT,
     LOWEST,
     PRIOR,
-    PROBE,
+    TRIAL,
     Costs,
     DraftLength,
     best_length,
@@ -31,7 +33,9 @@ from reread.prefilling import SparsePrefill
 CHEAP = Costs(fast=0.1, query=0.01)
 DEAR = Costs(fast=1.0, query=0.01)
 rates = st.floats(LOWEST, HIGHEST)
-costs = st.builds(Costs, fast=st.floats(0.0, 1.2), query=st.floats(0.0, 0.2))
+costs = st.builds(
+    Costs, fast=st.floats(0.0, 1.2), query=st.floats(0.0, 0.2), choose=st.floats(0.0, 1.0)
+)
 
 # ---- the best length
 
@@ -51,7 +55,7 @@ def test_the_best_length_is_the_one_that_trying_all_finds(
     gains = []
     for n in range(longest + 1):
         tokens = sum(rate**i for i in range(n + 1))
-        gains.append(tokens / (1 + n * (at.fast + at.query)))
+        gains.append(tokens / (1 + n * (at.fast + at.query) + (at.choose if n else 0)))
     found = best_length(rate, longest, at)
     if max(gains) < GAIN * (1 - 1e-9):
         assert found == 0
@@ -136,30 +140,41 @@ def given_up() -> DraftLength:
     return length
 
 
-def test_a_row_that_has_given_up_probes_after_so_many_tokens() -> None:
-    at, length = Costs(fast=0.4, query=0.05), given_up()
+def test_trials_that_fail_come_after_ever_longer_waits() -> None:
+    at, length = Costs(fast=0.4, query=0.05), DraftLength(DraftConfig())
+    told(length, [(0, 1)] * 3)  # each failed
     lengths = []
-    for _ in range(2 * PROBE + 2):
+    for _ in range(700):
         lengths.append(length.next(at))
         length.observe(0, lengths[-1])
-    probes = [n for n, drafted in enumerate(lengths) if drafted]
-    assert probes == [PROBE, 2 * PROBE + 1]
-    assert {lengths[n] for n in probes} == {2}
+    trials = [n for n, drafted in enumerate(lengths) if drafted]
+    waits = [second - first - 1 for first, second in itertools.pairwise(trials)]
+    assert waits[:2] == [8 * FIRST_WAIT, LONGEST_WAIT]
+    assert set(waits[1:]) == {LONGEST_WAIT}
+    assert {lengths[n] for n in trials} == {TRIAL}
 
 
-def test_a_row_whose_probes_stand_drafts_again() -> None:
+def test_a_row_begins_with_a_trial_where_the_prior_does_not_pay() -> None:
+    at, length = Costs(fast=0.6, query=0.08, choose=0.5), DraftLength(DraftConfig())
+    assert best_length(PRIOR, 8, at) == 0
+    assert length.next(at) == TRIAL
+    length.observe(TRIAL, TRIAL)
+    assert length.next(at) > 0  # what stands is followed by another
+
+
+def test_a_row_whose_trials_stand_drafts_again() -> None:
     at, length = Costs(fast=0.4, query=0.05), given_up()
     for n in itertools.count():
         drafted = length.next(at)
         length.observe(drafted, drafted)
-        if drafted > 2:
+        if drafted > TRIAL:
             break
-        assert n < 40 * PROBE
+        assert n < 2 * LONGEST_WAIT
     assert length.rate > 0.5
 
 
-def test_a_row_that_cannot_gain_does_not_probe() -> None:
-    length = told(given_up(), [(0, 0)] * 10 * PROBE)
+def test_a_row_that_cannot_gain_makes_no_trial() -> None:
+    length = told(given_up(), [(0, 0)] * 10 * LONGEST_WAIT)
     assert length.next(DEAR) == 0
     assert not length.may_draft(DEAR)
 
@@ -168,7 +183,7 @@ def test_a_row_that_cannot_gain_does_not_probe() -> None:
 def test_a_row_that_drafts_was_told_before_that_it_may(at: Costs) -> None:
     """Otherwise nothing would have left the draft its evidence."""
     length = given_up()
-    for _ in range(3 * PROBE):
+    for _ in range(3 * LONGEST_WAIT):
         may = length.may_draft(at)
         length.observe(0, 0)
         assert may or length.next(at) == 0
@@ -180,8 +195,8 @@ def test_without_adaptation_every_draft_has_the_length_of_the_config() -> None:
     assert length.may_draft(DEAR)
 
 
-def test_a_probe_is_no_longer_than_the_config_allows() -> None:
-    length = told(DraftLength(DraftConfig(tokens=1)), [(0, 1)] * 60 + [(0, 0)] * PROBE)
+def test_a_trial_is_no_longer_than_the_config_allows() -> None:
+    length = told(DraftLength(DraftConfig(tokens=1)), [(0, 1)] * 60 + [(0, 0)] * LONGEST_WAIT)
     assert length.next(Costs(fast=0.4, query=0.05)) == 1
 
 

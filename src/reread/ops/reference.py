@@ -151,9 +151,12 @@ def tail_evidence(
         if high <= low or not real:
             continue
         logits = _row_logits(q[b][:, real], kv, b, scale)[..., low - start : high - start]
-        seen_from = torch.tensor([positions[b][i] for i in real], device=q.device)
-        future = torch.arange(low, high, device=q.device)[None, :] > seen_from[:, None]
-        p = allowed_probabilities(logits.masked_fill(future, NEG_INF))
+        seen = [positions[b][i] for i in real]
+        seen_from = torch.tensor(seen, device=q.device)
+        if min(seen) < high - 1:
+            future = torch.arange(low, high, device=q.device)[None, :] > seen_from[:, None]
+            logits = logits.masked_fill(future, NEG_INF)
+        p = allowed_probabilities(logits)
         # a query older than all of J saw nothing of it and is no evidence
         p = p[:, (seen_from >= low)] if bool((seen_from < low).any()) else p
         if p.shape[1]:
