@@ -141,16 +141,16 @@ def given_up() -> DraftLength:
 
 
 def test_trials_that_fail_come_after_ever_longer_waits() -> None:
-    at, length = Costs(fast=0.4, query=0.05), DraftLength(DraftConfig())
-    told(length, [(0, 1)] * 3)  # each failed
+    # not even the prior pays, so that every draft is a trial
+    at, length = Costs(fast=0.6, query=0.08, choose=0.5), DraftLength(DraftConfig())
     lengths = []
     for _ in range(700):
         lengths.append(length.next(at))
         length.observe(0, lengths[-1])
     trials = [n for n, drafted in enumerate(lengths) if drafted]
     waits = [second - first - 1 for first, second in itertools.pairwise(trials)]
-    assert waits[:2] == [8 * FIRST_WAIT, LONGEST_WAIT]
-    assert set(waits[1:]) == {LONGEST_WAIT}
+    assert waits[:4] == [FIRST_WAIT * 2**n for n in range(4)]
+    assert set(waits[4:]) == {LONGEST_WAIT}
     assert {lengths[n] for n in trials} == {TRIAL}
 
 
