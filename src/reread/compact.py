@@ -63,6 +63,13 @@ class CompactKV:
         self.v[:, self.count] = v
         self.count += 1
 
+    def replace(self, newest: int, k: Tensor, v: Tensor) -> None:
+        """Put keys [Hkv, T, D] and values [Hkv, T, Dv] in the place of the `newest` tokens, which
+        were appended last."""
+        self.count -= newest
+        for t in range(k.shape[1]):
+            self.append(k[:, t], v[:, t])
+
     @property
     def keys(self) -> Tensor:
         """[Hkv, N, D], a view."""

@@ -8,7 +8,6 @@ a CUDA graph and replayed.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,10 @@ from .config import Config
 from .cuda import Staging
 from .errors import UnsupportedError
 from .lanes import DEFAULT_OVERLAP, Lanes, Overlap
-from .layer import DeviceRow, LayerState, check_buffers
+from .layer import LayerState, check_buffers
 from .ops import refusal
-from .steps import FIELDS, RowStep, StepShape
-from .types import StepKind
+from .owners import Owners
+from .steps import FIELDS, RowStep, StepShape, note_chosen
 
 if TYPE_CHECKING:
     from .ops.triton import Cache, Chosen, Workspace
@@ -40,6 +39,7 @@ class Arena:
         layers: indices of the layers that are made sparse, in order.
         indices, counts: per layer what fast steps read, int32 [B, Hkv, K] and [B, Hkv].
         step: int32 [len(FIELDS), B].
+        owners: the caches whose memory this is; when they are gone, others may use it.
         unfinished: a step was begun and not finished, so scratch and selections may be half done.
         lanes: scratch, and what runs beside what.
     """
@@ -65,7 +65,7 @@ class Arena:
         """
         self.config = config
         self.layers = tuple(states)
-        self._note_owners(states)
+        self.owners = Owners(states)
         self.buffers = {i: state.kv.buffers() for i, state in states.items()}
         check_buffers(self.buffers, heads)
         k = self.buffers[self.layers[0]].k
@@ -102,33 +102,12 @@ class Arena:
         indexed = 0 if self.index is None else self.index.nbytes
         return sum(int(t.nbytes) for t in tensors) + self.lanes.nbytes + indexed
 
-    @property
-    def free(self) -> bool:
-        """Whether the caches are gone whose memory this is, so that others may use it."""
-        return all(owner() is None for owner in self._owners)
-
-    def owned_by(self, states: Mapping[int, LayerState]) -> bool:
-        """Whether it was made around, or given to, some of these caches."""
-        own = [owner() for owner in self._owners]
-        return any(state is mine for state in states.values() for mine in own)
-
     def own(self, states: Mapping[int, LayerState]) -> None:
         """Give the memory to new caches, which must be empty."""
-        assert self.free
+        assert self.owners.gone
         for i, state in states.items():
             state.kv.use(self.buffers[i])
-        self._note_owners(states)
-
-    def _note_owners(self, states: Mapping[int, LayerState]) -> None:
-        self._owners = [weakref.ref(state) for state in states.values()]
-        self._moves = [state.kv.moves for state in states.values()]
-
-    def holds(self, states: Mapping[int, LayerState]) -> bool:
-        """Whether these are still the caches it was made around, in the same memory."""
-        owners = zip(states.values(), self._owners, self._moves, strict=True)
-        return len(states) == len(self._owners) and all(
-            state is owner() and state.kv.moves == moves for state, owner, moves in owners
-        )
+        self.owners = Owners(states)
 
     def begin(self, plan: StepPlan, states: Mapping[int, LayerState]) -> list[RowStep]:
         """Tell the device what the step of `plan` is; what fast rows read must be selected."""
@@ -161,16 +140,7 @@ class Arena:
 
     def chose(self, steps: Sequence[RowStep], states: Mapping[int, LayerState]) -> None:
         """Note on the host what rows that read everything have selected."""
-        for b, step in enumerate(steps):
-            if step.kind is not StepKind.FAST:
-                found = None
-                if step.kind is StepKind.SLOW:
-                    count = max(0, min(self.indices[self.layers[0]].shape[2], step.high - step.low))
-                    found = DeviceRow(step.window, count)
-                for state in states.values():
-                    state.chosen[b] = found
-        for state in states.values():
-            state.tail = None
+        note_chosen(steps, states, self.indices[self.layers[0]].shape[2])
         self.unfinished = False
 
     def seed(self, b: int, layer: int, indices: Tensor, counts: Tensor) -> None:

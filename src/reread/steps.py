@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from .attention import StepPlan
 from .config import Config
-from .layer import DeviceRow
+from .layer import DeviceRow, LayerState
 from .types import StepKind
 
 # rows of the step tensor, int32 [len(FIELDS), B]
@@ -46,6 +47,7 @@ class RowStep:
     kind: StepKind
     asked: int = 0  # of several new positions, whose query is the Selector's evidence
     idle: bool = False  # reads nothing: its result is not wanted
+    keeps: bool = False  # what was chosen before stays, though it reads everything
 
     @classmethod
     def of(cls, plan: StepPlan, b: int, known: object, config: Config) -> RowStep:
@@ -64,7 +66,15 @@ class RowStep:
 
     @classmethod
     def verifying(
-        cls, start: int, first: int, new: int, config: Config, *, refresh: bool, idle: bool
+        cls,
+        start: int,
+        first: int,
+        new: int,
+        config: Config,
+        *,
+        refresh: bool,
+        idle: bool,
+        keeps: bool = False,
     ) -> RowStep:
         """A row whose `new` positions from `first` on are verified. The first of them is the
         evidence: whatever was drafted behind it, it stands."""
@@ -73,7 +83,7 @@ class RowStep:
         kind = StepKind.SLOW if refresh and not idle else StepKind.FULL
         window = min(high, first + 1)
         count = min(config.k, high - low)
-        return cls(start, first + new, low, high, window, count, kind, idle=idle)
+        return cls(start, first + new, low, high, window, count, kind, idle=idle, keeps=keeps)
 
     def keys(self, sink: int) -> int:
         """Keys that the row reads per KV head."""
@@ -87,3 +97,18 @@ class RowStep:
         spans = (self.start, self.length, self.low, self.high, self.window)
         dense = not fast and not self.idle
         return (*spans, int(dense), int(refresh), int(fast), self.asked)
+
+
+def note_chosen(steps: Sequence[RowStep], states: Mapping[int, LayerState], longest: int) -> None:
+    """What each row's fast steps read after steps that have run; longest: positions that a
+    selection has room for."""
+    for b, step in enumerate(steps):
+        if step.kind is StepKind.FAST or step.keeps:
+            continue
+        found = None
+        if step.kind is StepKind.SLOW:
+            found = DeviceRow(step.window, max(0, min(longest, step.high - step.low)))
+        for state in states.values():
+            state.chosen[b] = found
+    for state in states.values():
+        state.tail = None

@@ -28,6 +28,7 @@ class Pass:
         valid: bool [B, columns] of the cache where some row has holes, else None.
         idle: rows (of the cache) that read nothing: their text is over.
         evidence: rows (of the cache) whose verification leaves evidence for the next choice.
+        kept: rows (of the cache) whose drafts go on with what was chosen before.
         read: keys that each row of the pass reads per KV head and layer, filled in as it runs.
     """
 
@@ -38,6 +39,7 @@ class Pass:
     valid: Tensor | None = None
     idle: frozenset[int] = frozenset()
     evidence: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
     read: dict[int, int] = field(default_factory=dict)
 
     def view(self, state: LayerState, i: int) -> KVView:
@@ -67,6 +69,8 @@ def attend(state: LayerState, q: Tensor, step: Pass, config: Config, scale: floa
         row = step.view(state, i)
         if step.verify:
             wanted = b in step.evidence
+            if b not in step.kept:
+                state.chosen[b] = None
             found = _verify(state, b, q[i : i + 1], row, config, scale, wanted)
             out[i] = found[0].transpose(0, 1)
             step.read[i] = row.lengths[0] - row.starts[0]
@@ -115,7 +119,6 @@ def _verify(
 ) -> Tensor:
     """Dense attention of one row: q [1, H, T, D] -> [1, H, T, Dv]; wanted: whether its first query
     is kept as evidence."""
-    state.chosen[b] = None
     if wanted:
         behind = q.shape[2] - 1
         allowed = allowed_span(_shorter(row, behind), config)

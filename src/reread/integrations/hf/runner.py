@@ -113,7 +113,7 @@ class Runner:
             held = next(iter(conversation.states.values())).kv.capacity
             check_memory(self._model.device, self._bytes(rows), rows, positions, held)
             return
-        free = [arena for arena in self._arenas if arena.free]
+        free = [arena for arena in self._arenas if arena.owners.gone]
         for arena in free:
             if arena.rows == rows and arena.capacity >= positions and not arena.unfinished:
                 arena.own(conversation.states)
@@ -167,7 +167,7 @@ class Runner:
         for state in states.values():
             state.kv.ensure_room()
         whole = before is not None and not before.unfinished
-        if before is not None and whole and before.holds(states):
+        if before is not None and whole and before.owners.unmoved(states):
             return
         theta = 0.0 if self._reader is None else self._reader.indexer.card.theta
         arena = Arena(states, self.heads, self._config, theta=theta)
@@ -176,7 +176,7 @@ class Runner:
         else:
             for state in states.values():
                 state.chosen = [None] * len(state.chosen)
-        for old in [old for old in self._arenas if old.owned_by(states)]:
+        for old in [old for old in self._arenas if old.owners.some_of(states)]:
             self._drop(old)
         self._arenas.append(arena)
         conversation.arena = arena

@@ -60,6 +60,7 @@ class DevicePasses(Passes):
         *,
         verify: bool,
         evidence: frozenset[int] = frozenset(),
+        kept: frozenset[int] = frozenset(),
     ) -> tuple[Tensor, Pass]:
         """As `Passes.run`."""
         new, asked = len(tokens[0]), {row.index: i for i, row in enumerate(rows)}
@@ -73,7 +74,9 @@ class DevicePasses(Passes):
         assert arena is not None
         absent = frozenset(row.index for row in self._rows if row.index not in asked)
         idle = self._idle(self._rows, verify) | absent
-        self._steps = self._planned(columns, new, verify=verify, evidence=evidence, idle=idle)
+        self._steps = self._planned(
+            columns, new, verify=verify, evidence=evidence, idle=idle, kept=kept
+        )
         arena.tell(self._steps)
         fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]
         logits = self._forward(arena, fed, columns, new, verify)
@@ -88,14 +91,14 @@ class DevicePasses(Passes):
 
     def _planned(
         self, columns: Sequence[int], new: int, *, verify: bool, evidence: frozenset[int],
-        idle: frozenset[int],
+        idle: frozenset[int], kept: frozenset[int],
     ) -> list[RowStep]:  # fmt: skip
         config = self._config
         if verify:
             return [
                 RowStep.verifying(
                     row.start, column, new, config,
-                    refresh=row.index in evidence, idle=row.index in idle,
+                    refresh=row.index in evidence, idle=row.index in idle, keeps=row.index in kept,
                 )
                 for row, column in zip(self._rows, columns, strict=True)
             ]  # fmt: skip

@@ -24,6 +24,7 @@ from .snapshot import Snapshot
 FILL = 16  # columns that are filled at once behind rows that ended early
 # by kind of device, measured where it says so: what a drafted token adds to the pass that verifies
 # it, of a dense step; and what choosing costs, of reading all keys and values once
+REUSE = 16  # tokens for which drafts that stand go on with what was chosen
 QUERY, CHOOSE = {"cpu": 0.08}, {"cpu": 1.7}  # SmolLM2 at 8192 tokens, two threads
 OTHER_QUERY, OTHER_CHOOSE = 0.01, 0.2  # a GPU reads weights and keys once, whatever the number
 
@@ -184,9 +185,12 @@ class Loop:
         ]
         first = [row.length for row in fed]
         evidence = frozenset(row.index for row in rows if self._wants_evidence(row))
+        # what was chosen stays where drafts stand, for so many tokens; rows that do not draft let
+        # go of it
+        kept = frozenset(row.index for row in rows if row.draft and row.index not in evidence)
         if before is not None:
             self._back(before)
-        logits, _ = self._passes.run(fed, tokens, first, verify=True, evidence=evidence)
+        logits, _ = self._passes.run(fed, tokens, first, verify=True, evidence=evidence, kept=kept)
         self.steps += 1
         going = [(i, row) for i, row in enumerate(fed) if row in rows]
         chosen = self._chooser.verify(logits, fed)
@@ -196,8 +200,8 @@ class Loop:
         if before is not None and self._passes.others and max(taken.values()) < size:
             # recurrent states have read tokens that do not stand
             self._back(before)
-            kept = max(taken.values())
-            self._passes.run(self.rows, [t[:kept] for t in tokens], first, verify=True)
+            n, everyone = max(taken.values()), frozenset(row.index for row in self.rows)
+            self._passes.run(self.rows, [t[:n] for t in tokens], first, verify=True, kept=everyone)
             self.steps += 1
         for _, row in going:
             n = taken[row.index]
@@ -205,12 +209,15 @@ class Loop:
             read = keys[row.index] + len(row.draft)
             self._count(row, StepKind.SLOW, read, dense)
             row.told(found[row.index][0], n)
-            row.basis = row.index in evidence
-        self._passes.settle(self.rows)
+            row.chosen = row.basis = row.index in evidence or row.index in kept
+            row.age = n if row.index in evidence else row.age + n
+        self._passes.settle(self.rows, taken, kept)
 
     def _wants_evidence(self, row: Row) -> bool:
         """Whether the row may draft behind this verification."""
         if not self._sparse(row):
+            return False
+        if row.draft and row.chosen and row.stood and row.age + len(row.draft) < REUSE:
             return False
         return bool(row.draft) or row.policy.may_draft(self._costs([row]))
 

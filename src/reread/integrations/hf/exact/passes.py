@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....compact import CompactKV
 from ....config import Config
 from ....kv import Placement
 from ....layer import LayerState
@@ -60,6 +61,7 @@ class Passes:
         *,
         verify: bool,
         evidence: frozenset[int] = frozenset(),
+        kept: frozenset[int] = frozenset(),
     ) -> tuple[Tensor, Pass]:
         """Feed tokens[i] to rows[i], from column first[i] on; all rows equally many.
 
@@ -70,7 +72,7 @@ class Passes:
         ends = tuple(column + new for column in first)
         step = Pass(
             tuple(row.index for row in rows), tuple(row.start for row in rows), ends, verify,
-            self._covering(max(ends)), self._idle(rows, verify), evidence,
+            self._covering(max(ends)), self._idle(rows, verify), evidence, kept,
         )  # fmt: skip
         device = self._model.device
         positions = torch.tensor([
@@ -146,12 +148,25 @@ class Passes:
         values = state.kv.values.shape[3]
         return kv_heads * (dim + values) * state.kv.keys.itemsize * len(self.states)
 
-    def settle(self, rows: Sequence[Row]) -> None:
-        """Behind a verification: forget columns in which no row has a token that stands."""
+    def settle(
+        self, rows: Sequence[Row], taken: dict[int, int], kept: frozenset[int] = frozenset()
+    ) -> None:
+        """Behind a verification: taken[b] tokens of row b stand, which `rows` count already. Forget
+        columns in which no row has one; give what kept rows chose the keys of dense attention in
+        the place of the draft's."""
         length = max(row.length for row in rows)
         for state in self.states.values():
+            for row in (row for row in rows if row.index in kept):
+                self._follow(state, row, taken[row.index])
             state.kv.crop(min(length, state.kv.length))
             state.tail = None
+
+    def _follow(self, state: LayerState, row: Row, taken: int) -> None:
+        compact = state.chosen[row.index]
+        if isinstance(compact, CompactKV):
+            span = slice(row.length - taken, row.length)
+            k, v = state.kv.keys[row.index, :, span], state.kv.values[row.index, :, span]
+            compact.replace(len(row.draft), k, v)
 
     def crop(self, length: int) -> None:
         """Forget columns from `length` on in the layers that reread keeps."""

@@ -29,6 +29,8 @@ class Row:
         draft: tokens drafted since the latest verification, and for sampling their distributions.
         ends: whether the draft is complete.
         basis: whether something tells what a draft may read.
+        chosen, age: whether something is chosen for drafts, and tokens since then.
+        stood: whether all of the latest draft stands.
         verified, drafted, accepted: passes that verified, and tokens of all drafts.
     """
 
@@ -44,6 +46,9 @@ class Row:
     chances: list[Tensor] = field(default_factory=list)
     ends: bool = False
     basis: bool = True
+    chosen: bool = False
+    stood: bool = True
+    age: int = 0
     verified: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -62,6 +67,7 @@ class Row:
         """So many tokens of the draft stand; `taken` tokens went into the text, the verification's
         own among them: fewer where it ended, or where another row took fewer."""
         self.policy.observe(accepted, len(self.draft))
+        self.stood = accepted == len(self.draft)
         self.verified += 1
         self.drafted += len(self.draft)
         self.accepted += min(accepted, taken - 1)
