@@ -36,7 +36,7 @@ from reread.integrations.hf.cache import cache_keyword
 from reread.integrations.hf.load import Loaded, load
 
 KINDS = ("prose", "source", "tables")
-GRID = tuple((k, tokens) for k in (256, 512, 1024) for tokens in (2, 4, 8))
+GRID = ((256, 4), (256, 8), (512, 2), (512, 4), (512, 8), (1024, 8))
 EXACT = Config.preset("exact")
 
 

@@ -18,6 +18,7 @@ from benchmarks.readme_eval import (
     gap_parts,
     gap_rows,
 )
+from benchmarks.readme_exact import exact_speed
 from benchmarks.readme_gpu import (
     gpu_decode,
     gpu_indexed,
@@ -167,6 +168,7 @@ def distill() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "exact_speed": exact_speed,
     "eval_needle": eval_needle,
     "eval_speed": eval_speed,
     "eval_fidelity": eval_fidelity,
