@@ -181,6 +181,8 @@ def _slow(
 def select_from_tail(
     state: LayerState, b: int, row: KVView, config: Config, scale: float
 ) -> CompactKV:
+    """What a row's drafts or fast steps read first, by the prefill's last queries; row: its cache,
+    which may have grown since."""
     before, mass, allowed = tail_mass(state, b, row, config, scale)
     return chosen_by(state, b, before, mass, allowed, config)
 

@@ -79,16 +79,8 @@ def measure(
         "shape": shape.name, "rows": rows, "context": context, "slow_every": list(slow_every),
     }  # fmt: skip
     dense, logits = _dense_arms(bench, arms, progress)
-    runnable = [arm for arm in dense if "ms" in arm]
-    if not runnable:
-        reasons = "; ".join(f"{arm['arm']}: {arm['not_run']}" for arm in dense if "not_run" in arm)
-        raise InputError(f"no dense arm ran, so there is nothing to compare with ({reasons})")
-    fastest = min(runnable, key=lambda arm: arm["ms"])
-    if config.mode == "exact":
-        progress("exact: capturing")
-        ours: Record = {"exact": exact_arm(bench, fastest, list(acceptance))}
-    else:
-        ours = _our_arms(bench, slow_every, logits, fastest, progress)
+    fastest = _fastest(dense)
+    ours = _our_arms(bench, (slow_every, acceptance), logits, fastest, progress)
     record |= {
         "kv_bytes": rows * context * shape.kv_bytes_per_token(),
         "fastest_dense": fastest["arm"], "dense": dense, **ours,
@@ -97,6 +89,15 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     return record
+
+
+def _fastest(dense: Sequence[Record]) -> Record:
+    """Of the dense arms that ran; an InputError if none did."""
+    runnable = [arm for arm in dense if "ms" in arm]
+    if not runnable:
+        reasons = "; ".join(f"{arm['arm']}: {arm['not_run']}" for arm in dense if "not_run" in arm)
+        raise InputError(f"no dense arm ran, so there is nothing to compare with ({reasons})")
+    return min(runnable, key=lambda arm: arm["ms"])
 
 
 def _dense_arms(
@@ -137,13 +138,17 @@ def _dense_arms(
 
 def _our_arms(
     bench: Bench,
-    slow_every: Sequence[float],
+    rates: tuple[Sequence[float], Sequence[float]],
     dense_logits: Tensor,
     fastest: Record,
     progress: Progress,
 ) -> Record:
     """The preset, with everything that may overlap, and without, which must give the same; or an
-    indexer at every step."""
+    indexer at every step; or cycles of drafts. rates: mean gaps of slow steps, and acceptances."""
+    slow_every, acceptance = rates
+    if bench.config.mode == "exact":
+        progress("exact: capturing")
+        return {"exact": exact_arm(bench, fastest, list(acceptance))}
     if bench.config.mode == "indexed":
         progress("indexed: capturing")
         return {"indexed": indexed_arm(bench, fastest)}

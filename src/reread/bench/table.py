@@ -83,11 +83,13 @@ def measure(
             found.append({**cell, "failed": str(error)})
             _free()
         on_row(found[-1])
-    described = {key: value for key, value in dataclasses.asdict(shape).items() if key != "source"}
-    return {
-        "compared": COMPARED, **origin(bandwidth, commit),
-        "config": {**config.to_dict(), "shape": described}, "rows": found,
-    }  # fmt: skip
+    told = {"compared": COMPARED, **origin(bandwidth, commit), "config": _described(shape, config)}
+    return {**told, "rows": found}
+
+
+def _described(shape: Shape, config: Config) -> dict[str, Any]:
+    values = {key: value for key, value in dataclasses.asdict(shape).items() if key != "source"}
+    return {**config.to_dict(), "shape": values}
 
 
 def _free() -> None:

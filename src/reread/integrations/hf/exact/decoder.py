@@ -127,14 +127,8 @@ class Decoder:
         **model_kwargs: Any,
     ) -> Any:
         """The decoding method: everything from `input_ids` on is as transformers calls it."""
-        if streamer is not None and input_ids.shape[0] > 1:
-            raise UnsupportedError(
-                f"a streamer for {input_ids.shape[0]} rows is not supported in mode 'exact': rows "
-                "get their tokens at different times"
-            )
-        output = model._prefill(input_ids, generation_config, model_kwargs)
-        logits = output.logits[:, -1].to(torch.float32, copy=True)
-        del output
+        _check_streamer(streamer, input_ids.shape[0])
+        logits = _prefilled(model, input_ids, generation_config, model_kwargs)
         cache = model_kwargs[cache_keyword(model)]
         conversation = self._conversations.of(cache, input_ids.shape[0])
         mask, columns = model_kwargs.get("attention_mask"), conversation.length
@@ -143,8 +137,8 @@ class Decoder:
         texts = _texts(input_ids, generation_config)
         self.passes = self._passes(cache, conversation, mask, valid, rows)
         chooser = Chooser(logits_processor, bool(generation_config.do_sample), texts)
-        pad = _pad(generation_config)
-        loop = Loop(self._config, self.passes, rows, texts, chooser, stopping_criteria, pad)
+        of_texts = texts, chooser, stopping_criteria, _pad(generation_config)
+        loop = Loop(self._config, self.passes, rows, *of_texts)
         if streamer is not None:
             loop.put = lambda tokens: streamer.put(tokens.cpu())
         returns = bool(generation_config.return_dict_in_generate)
@@ -161,8 +155,27 @@ class Decoder:
         recorder.drafted(loop)
         if not returns:
             return sequences
-        name = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else OLD_CACHE
-        return GenerateDecoderOnlyOutput(sequences=sequences, **{name: cache})
+        return GenerateDecoderOnlyOutput(sequences=sequences, **{_cache_name(): cache})
+
+
+def _prefilled(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Logits behind each prompt, fp32 [B, V]; not a view, which would keep those of all tokens."""
+    output = model._prefill(input_ids, config, kwargs)
+    logits: Tensor = output.logits[:, -1].to(torch.float32, copy=True)
+    return logits
+
+
+def _check_streamer(streamer: Any, rows: int) -> None:
+    if streamer is not None and rows > 1:
+        raise UnsupportedError(
+            f"a streamer for {rows} rows is not supported in mode 'exact': rows get their tokens "
+            "at different times"
+        )
+
+
+def _cache_name() -> str:
+    """Of the field of transformers' output."""
+    return "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else OLD_CACHE
 
 
 def _rows(
