@@ -153,9 +153,7 @@ class Decoder:
         if streamer is not None:
             streamer.end()
         recorder.drafted(loop)
-        if not returns:
-            return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, **{_cache_name(): cache})
+        return _output(sequences, cache) if returns else sequences
 
 
 def _prefilled(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -173,9 +171,9 @@ def _check_streamer(streamer: Any, rows: int) -> None:
         )
 
 
-def _cache_name() -> str:
-    """Of the field of transformers' output."""
-    return "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else OLD_CACHE
+def _output(sequences: Any, cache: Any) -> GenerateDecoderOnlyOutput:
+    name = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else OLD_CACHE
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{name: cache})
 
 
 def _rows(
