@@ -184,6 +184,7 @@ def sparse(row: Row, config: SparsePrefill, *, bandwidth: float, ceiling: float)
     """Our prefill of one layer: checked, timed, and by its parts."""
     checked = check_sparse(row, config)
     whole = timed(lambda: row.attend(config))
+    peak = peak_bytes(lambda: row.attend(config), row.q.device)
     spans, meter = Spans(row.q.device), PrefillMeter()
     with watched(spans):
         total = milliseconds(lambda: row.attend(config, meter))
@@ -191,10 +192,22 @@ def sparse(row: Row, config: SparsePrefill, *, bandwidth: float, ceiling: float)
     work = needed(row, meter, config, bandwidth, ceiling)
     rate = work["attention_flops"] / (parts["attention_ms"] * 1e-3)
     return {
-        **whole, "check": checked, "parts": parts, **work,
+        **whole, "check": checked, "parts": parts, **work, "peak_bytes": peak,
         "attention_tflops": rate / 1e12, "attention_share_of_matmul": rate / ceiling,
         "share_of_floor": work["floor_ms"] / whole["ms"], "share_read": meter.share,
     }  # fmt: skip
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """Device memory that `work` needs at most, beyond what was allocated before, its result
+    included; None where it is not counted."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def needed(
