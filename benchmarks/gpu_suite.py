@@ -36,6 +36,11 @@ INDEXED: dict[str, list[tuple[int, int]]] = {
     "qwen3-0.6b": [(8, 131072)],
     "qwen3-4b": [(4, 131072)],
 }
+EXACT: dict[str, list[tuple[int, int]]] = {
+    "qwen3-0.6b": [(8, 131072)],
+    "qwen3-4b": [(4, 131072), (16, 32768), (4, 4096)],
+}
+ACCEPTANCE = (0.8, 0.9, 0.95)
 Keep = Callable[[dict[str, Any]], None]
 TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
 
@@ -78,16 +83,28 @@ def decode(commit: str, keep: Keep) -> None:
 
 def indexed(commit: str, keep: Keep) -> None:
     """`reread bench decode --preset indexed` on long contexts."""
+    _cells(INDEXED, Config.preset("indexed"), commit, keep)
+
+
+def exact(commit: str, keep: Keep) -> None:
+    """`reread bench decode --preset exact`, at several acceptances."""
+    _cells(EXACT, Config.preset("exact"), commit, keep)
+
+
+def _cells(
+    cells: dict[str, list[tuple[int, int]]], config: Config, commit: str, keep: Keep
+) -> None:
     rows: list[dict[str, Any]] = []
 
     def note(row: dict[str, Any]) -> None:
         rows.append(row)
         keep({"rows": rows})
 
-    for name, cells in INDEXED.items():
+    for name, of_shape in cells.items():
         result = table.measure(
-            Shape.named(name), cells, Config.preset("indexed"),
-            slow_every=(), arms=dense_arms(), commit=commit, progress=say, on_row=note,
+            Shape.named(name), of_shape, config,
+            slow_every=(), arms=dense_arms(), acceptance=ACCEPTANCE, commit=commit,
+            progress=say, on_row=note,
         )  # fmt: skip
         result["config"].pop("shape")
         keep({**result, "rows": rows})
@@ -124,6 +141,7 @@ def main() -> None:
 PARTS: dict[str, Callable[[str, Keep], None]] = {
     "decode": decode,
     "indexed": indexed,
+    "exact": exact,
     "kernels": kernels,
     "tests": run_tests,
 }
