@@ -18,6 +18,7 @@ from .attention import Meter, StepPlan
 from .choosing import IndexLane
 from .config import Config
 from .cuda import Staging
+from .drafting import verify_size
 from .errors import UnsupportedError
 from .lanes import DEFAULT_OVERLAP, Lanes, Overlap
 from .layer import LayerState, check_buffers
@@ -92,7 +93,7 @@ class Arena:
         return Workspace(
             self.rows, heads, self.kv_heads, dim, self.capacity, self.device,
             evidence=sparse and evidence,
-            queries=1 + self.config.draft.tokens if self.config.mode == "exact" else 0,
+            queries=verify_size(1 + self.config.draft.tokens) if self.config.mode == "exact" else 0,
         )  # fmt: skip
 
     @property

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from .checks import require, require_bool, require_int, require_real
 
 MAX_TOKENS = 16  # drafted before one verification: the kernels check up to 17 positions at once
+# tokens of a row in a captured pass that verifies; shorter drafts are padded
+SIZES = (1, 3, 5, 9, 17)
+
+
+def verify_size(tokens: int) -> int:
+    """The captured size that holds so many tokens, at most 17."""
+    return next(size for size in SIZES if size >= tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import Arena
-from ..drafting import expected_tokens
-from ..integrations.hf.exact.device_passes import SIZES
+from ..drafting import SIZES, expected_tokens, verify_size
 from ..integrations.hf.graph import StepGraphs
 from ..steps import RowStep, StepShape
 from ..types import StepKind
@@ -27,7 +26,8 @@ def exact_arm(bench: Bench, fastest: Record, acceptance: list[float]) -> Record:
     """Milliseconds of a fast step, of each pass that verifies, and of whole cycles; for each
     acceptance the draft length with the best speed-up over `fastest`, the fastest dense arm."""
     graphs = bench.graphs(Arena(bench.states, bench.shape.heads, bench.config))
-    sizes = [n for n in SIZES if 1 < n <= 1 + bench.config.draft.tokens]
+    longest = verify_size(1 + bench.config.draft.tokens)
+    sizes = [n for n in SIZES if 1 < n <= longest]
     fast = timing(bench, graphs, [StepKind.FAST] * bench.rows)
     out: Record = {"fast": fast, "verify": {}, "cycles": {}, "claim": CLAIM}
     out["error"] = max(_checked(bench, graphs, size) for size in sizes)

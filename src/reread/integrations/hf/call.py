@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...attention import StepPlan
+from ...drafting import verify_size
 from .conversation import Conversation, first_positions, has_holes, queries_that_exist
 from .device_step import DeviceStep
 from .recorder import Recorder
@@ -64,7 +65,7 @@ def prompt_call(
     known = recorder.prompt + recorder.wanted if recorder.wanted else 0
     config = conversation.controller.config
     # a pass that verifies writes behind the text's end
-    spare = 1 + config.draft.tokens if config.mode == "exact" else 0
+    spare = verify_size(1 + config.draft.tokens) if config.mode == "exact" else 0
     columns = max(known, length) + spare
     conversation.prepare_prefill(columns)
     if runner is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....attention import StepPlan
 from ....config import Config
+from ....drafting import verify_size
 from ....layer import DeviceRow
 from ....steps import RowStep, StepShape
 from ....types import StepKind
@@ -24,8 +25,6 @@ from ..conversation import Conversation
 from ..runner import Runner
 from .passes import Passes
 from .rows import Row
-
-SIZES = (1, 3, 5, 9, 17)  # tokens of a row in a verification: each is captured once
 
 
 class DevicePasses(Passes):
@@ -49,7 +48,7 @@ class DevicePasses(Passes):
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets, padding included."""
         # a model that runs kernel by kernel has nothing to capture, and recurrent states to spare
-        return tokens if self.together else next(n for n in SIZES if n >= tokens)
+        return tokens if self.together else verify_size(tokens)
 
     @torch.no_grad()
     def run(
