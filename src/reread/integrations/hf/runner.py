@@ -225,7 +225,7 @@ class Runner:
         Args:
             given: arguments of the forward, by name.
         """
-        ids, positions = given["input_ids"], given.get("position_ids")
+        ids, positions = given.get("input_ids"), given.get("position_ids")
         output = self.replay(step.arena, step.shape, ids, positions, step.plan.length, given)
         if output is None:
             return None
@@ -239,7 +239,7 @@ class Runner:
         self,
         arena: Arena,
         shape: StepShape,
-        ids: Tensor,
+        ids: Tensor | None,
         positions: Tensor | None,
         length: int,
         given: Mapping[str, Any],
@@ -250,8 +250,9 @@ class Runner:
         if odd and self._config.runner == "graph":
             raise UnsupportedError(f"runner='graph' is not possible with the argument {odd}")
         self.uncaptured = odd
-        run = None if self.obstacle or odd else (shape, ids, positions, length)
-        output = None if run is None else self._try(arena, run)
+        output = None
+        if not self.obstacle and not odd and ids is not None:
+            output = self._try(arena, (shape, ids, positions, length))
         self.ran = "eager"
         if output is not None:
             compiled = self._graphs[arena].compiled
