@@ -253,10 +253,8 @@ class Runner:
         output = None
         if not self.obstacle and not odd and ids is not None:
             output = self._try(arena, (shape, ids, positions, length))
-        self.ran = "eager"
-        if output is not None:
-            compiled = self._graphs[arena].compiled
-            self.ran = "graph, compiled layers" if compiled else "graph"
+        compiled = output is not None and self._graphs[arena].compiled
+        self.ran = "eager" if output is None else "graph" + ", compiled layers" * compiled
         return output
 
     def _try(self, arena: Arena, run: tuple[StepShape, Tensor, Tensor | None, int]) -> Any | None:
