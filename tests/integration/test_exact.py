@@ -257,3 +257,20 @@ def test_an_answer_may_end_at_the_last_position_of_the_model() -> None:
     ids, mask = left_padded([prompt(n, seed=n) for n in (460, 490)])
     want, got, _ = both(model("llama"), ids, everything(16), max_new_tokens=22, attention_mask=mask)
     assert got.tolist() == want.tolist()
+
+
+def test_rows_that_share_the_weights_draft_where_one_alone_would_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft needs evidence, which a verification leaves if drafting may pay: for the batch."""
+    monkeypatch.setattr("reread.integrations.hf.exact.passes.weight_bytes", lambda _: 200_000)
+    config = exact(k=24, tokens=8, adapt=True, dense_below_budget=True)
+    drafts = []
+    for rows in (1, 8):
+        ids = prompt(90, rows=rows)
+        got, stats = tiny.ours(model("llama"), ids, config, 40)
+        assert torch.equal(got, tiny.stock(model("llama"), ids, 40))
+        assert stats.drafts is not None
+        drafts.append(sum(times for n, times in stats.drafts.lengths.items() if n) / rows)
+    assert drafts[0] == 0
+    assert drafts[1] >= 2  # the first trial fails, and another comes

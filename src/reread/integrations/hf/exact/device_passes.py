@@ -16,6 +16,7 @@ from torch import Tensor
 from ....attention import StepPlan
 from ....config import Config
 from ....drafting import verify_size
+from ....errors import UnsupportedError
 from ....layer import DeviceRow
 from ....steps import RowStep, StepShape
 from ....types import StepKind
@@ -44,6 +45,12 @@ class DevicePasses(Passes):
         super().__init__(model, config, cache, conversation.states, mask, None)
         self._conversation, self._rows, self._runner = conversation, rows, runner
         self._steps: list[RowStep] = []
+        if self.together and not self.others:
+            why = "rotary frequencies that change with the text's length"
+            if config.runner == "graph":
+                raise UnsupportedError(f"runner='graph' is not possible in mode 'exact': {why}")
+            note = f"exact passes were not captured as graphs: {why}"
+            runner.notes += [note] if note not in runner.notes else []
 
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets, padding included."""

@@ -146,7 +146,9 @@ class Loop:
         costs, together = self._costs(rows), self._passes.together
         wanted = {row.index: self._length(row, costs) for row in rows}
         if together:
-            wanted = dict.fromkeys(wanted, min(wanted.values()))
+            # rows that are done go along, and their positions turn everybody's, too
+            least = min(*wanted.values(), *(self._unturned(row) for row in self.rows))
+            wanted = dict.fromkeys(wanted, max(0, least))
         for row in self.rows:
             row.draft, row.chances, row.ends = [], [], False
         while going := [r for r in rows if len(r.draft) < wanted[r.index] and not r.ends]:
@@ -184,7 +186,8 @@ class Loop:
             for row in fed
         ]
         first = [row.length for row in fed]
-        evidence = frozenset(row.index for row in rows if self._wants_evidence(row))
+        costs = self._costs(rows)
+        evidence = frozenset(row.index for row in rows if self._wants_evidence(row, costs))
         # what was chosen stays where drafts stand, for so many tokens; rows that do not draft let
         # go of it
         kept = frozenset(row.index for row in rows if row.draft and row.index not in evidence)
@@ -213,13 +216,14 @@ class Loop:
             row.age = n if row.index in evidence else row.age + n
         self._passes.settle(self.rows, taken, kept)
 
-    def _wants_evidence(self, row: Row) -> bool:
-        """Whether the row may draft behind this verification."""
+    def _wants_evidence(self, row: Row, costs: Costs) -> bool:
+        """Whether the row may draft behind this verification; costs: of all rows that go on, which
+        share the weights."""
         if not self._sparse(row):
             return False
         if row.draft and row.chosen and row.stood and row.age + len(row.draft) < REUSE:
             return False
-        return bool(row.draft) or row.policy.may_draft(self._costs([row]))
+        return bool(row.draft) or row.policy.may_draft(costs)
 
     def _each(self, rows: Sequence[Row], found: dict[int, tuple[int, list[int]]]) -> dict[int, int]:
         """Every row takes its own tokens, as far as its text goes. Returns how many, by row."""
