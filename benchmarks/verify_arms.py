@@ -30,7 +30,7 @@ VARIANTS = {
     16: SMALL,
     32: SMALL,
     64: [(64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 8, 2), (128, 8, 3), (32, 4, 4)],
-    128: [(64, 8, 2), (64, 8, 4), (32, 8, 3), (32, 8, 4)],
+    128: [(64, 8, 2), (64, 8, 3), (64, 8, 4), (32, 8, 3), (32, 8, 4)],
 }
 
 
@@ -141,6 +141,19 @@ def sweep(shape: KernelShape, queries: int) -> Iterator[VerifyTuning]:
         for block, warps, stages in VARIANTS[padded]:
             for programs in (sms, 2 * sms):
                 yield VerifyTuning(block, warps, stages, programs, padded)
+
+
+def sweep_asked(shape: KernelShape, queries: int) -> Iterator[VerifyTuning]:
+    """With evidence: the same variants, its logits stored from their rows or by a product of their
+    own."""
+    sms = multiprocessors(torch.device("cuda"))
+    tile = max(16, 1 << (queries * shape.heads // shape.kv_heads - 1).bit_length())
+    if queries == 1:
+        return
+    for block, warps, stages in VARIANTS[tile] if shape.rows == 4 else [(0, 0, 0)]:
+        for apart in (1, 2):
+            for programs in (sms, 2 * sms) if tile == 128 else (2 * sms,):
+                yield VerifyTuning(block, warps, stages, programs, tile, apart)
 
 
 def rivals(bench: Bench, queries: int) -> Iterator[Arm]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.verify_arms import Arm, Bench, rivals, sweep
+from benchmarks.verify_arms import Arm, Bench, rivals, sweep, sweep_asked
 from reread.bench.caches import KernelShape
 from reread.bench.timing import Record, copy_bandwidth, origin, require_cuda, time_layers
 from reread.ops import reference
@@ -146,6 +146,9 @@ def swept(bench: Bench, queries: int) -> Iterator[Arm]:
     for tuning in sweep(bench.shape, queries):
         step = partial(bench.verify, queries=queries, tuning=tuning)
         yield Arm("sweep", step, tuning=dataclasses.asdict(tuning))
+    for tuning in sweep_asked(bench.shape, queries):
+        step = partial(bench.verify, queries=queries, evidence=True, tuning=tuning)
+        yield Arm("sweep, asked", step, tuning=dataclasses.asdict(tuning))
 
 
 def measure(report: Report, benches: dict[str, Bench]) -> None:

@@ -218,13 +218,19 @@ class Arena:
         return out
 
     def verify(
-        self, layer: int, q: Tensor, scale: float, new: tuple[Tensor, Tensor] | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        shape: StepShape,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Dense attention of the newest T positions of the rows that are on, zeros of the others;
         rows that choose again do so by the query that the step tensor names.
 
         Args:
             q: [B, H, T, D]; new: their keys and values, [B, Hkv, T, D], as for `attend`.
+            shape: SLOW; DENSE where no row chooses again.
 
         Returns:
             [B, H, T, D].
@@ -234,12 +240,14 @@ class Arena:
         kv, norms = self.cache(layer), self.buffers[layer].norms
         if new is not None:
             kernels.append(*new, kv, norms=norms)
-        work = self.lanes.next()
-        out = kernels.verify_dense(
-            q, kv, scale=scale, work=work, active=self.field("dense"),
-            allowed=(self.field("low"), self.field("high")), asked=self.field("asked"),
+        run = functools.partial(
+            kernels.verify_dense, q, kv, scale=scale, active=self.field("dense"),
             out=torch.zeros_like(q, memory_format=torch.contiguous_format),
         )  # fmt: skip
+        if shape is StepShape.DENSE:
+            return run(work=self.lanes.works[0])
+        work, allowed = self.lanes.next(), (self.field("low"), self.field("high"))
+        out = run(work=work, allowed=allowed, asked=self.field("asked"))
         self.lanes.later(functools.partial(self._choose, layer, kv, q.shape[1], work))
         return out
 
@@ -259,9 +267,9 @@ class Arena:
 
     def dense(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attention of a step in which every row reads everything, and none chooses."""
-        from .ops import triton as kernels
+        from .ops.triton import decode_dense
 
-        return kernels.decode_dense(q, self.cache(layer), scale=scale, work=self.lanes.works[0])
+        return decode_dense(q, self.cache(layer), scale=scale, work=self.lanes.works[0])
 
     def _rows(
         self, q: Tensor, kv: Cache, chosen: Chosen, shape: StepShape, scale: float, work: Workspace

@@ -62,7 +62,8 @@ def decode_attention(
     step = _Active.step
     assert step is not None, "the op runs only within a step"
     if q.shape[2] > 1:
-        return step.arena.verify(int(layer), q, scale, (k, v)).transpose(1, 2).contiguous()
+        out = step.arena.verify(int(layer), q, _Active.shape, scale, (k, v))
+        return out.transpose(1, 2).contiguous()
     raw = None if index is None else index[:, 0]
     out = step.attention(int(layer), q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, raw)
     return out.unsqueeze(1)

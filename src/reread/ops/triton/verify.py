@@ -34,6 +34,7 @@ class VerifyTuning:
         block: keys per block. warps, stages: of a program.
         programs: what the work is cut into, at most two an SM.
         tile: the least padded size, 16 to 128.
+        apart: the asked query's logits by a product of their own, 1 or 2 for no.
     """
 
     block: int = 0
@@ -41,6 +42,7 @@ class VerifyTuning:
     stages: int = 0
     programs: int = 0
     tile: int = 0
+    apart: int = 0
 
 
 AUTO = VerifyTuning()
@@ -119,8 +121,8 @@ def _pass(
     verify_kernels.verify_kernel[(programs,)](
         q, *q.stride()[:3], kv.k, kv.v, *kv.strides, work.query_parts, work.query_sums, kv.starts,
         lengths, on, low, high, asked, work.logits, kv.k.shape[2], scale * LOG2_E, q.shape[0],
-        **shape, EVIDENCE=evidence, PRECISION=precision(q), num_warps=tuned.warps,
-        num_stages=tuned.stages,
+        **shape, EVIDENCE=evidence, APART=tuned.apart == 1, PRECISION=precision(q),
+        num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     chunk = min(64, max(32, triton.next_power_of_2(programs // kv.k.shape[1] + 2)))
     verify_kernels.verify_combine_kernel[(q.shape[0] * q.shape[1] * q.shape[2],)](
@@ -139,9 +141,10 @@ def resolve(
     block = tuning.block or (32 if dim == 256 or exact else 64)
     warps = tuning.warps or (8 if heavy else 4)
     programs = tuning.programs or (sms if heavy else 2 * sms)
-    # logits pass through shared memory, where two programs with three stages no longer fit
-    stages = tuning.stages or (2 if evidence and (dim, tile) == (128, 64) else 3)
-    return VerifyTuning(block, warps, stages, programs, tile)
+    apart = tuning.apart or (1 if tile >= 64 and not exact else 2)
+    # else logits pass through shared memory, where two programs with three stages no longer fit
+    stages = tuning.stages or (2 if evidence and apart == 2 and (dim, tile) == (128, 64) else 3)
+    return VerifyTuning(block, warps, stages, programs, tile, apart)
 
 
 def _passes(q: Tensor, kv: Cache) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .tiles import (
     FLOOR,
+    ROWS,
     absorb,
     combine_slots,
     next_piece,
@@ -36,16 +37,31 @@ def load_tile(
 
 
 @triton.jit
+def load_asked(
+    q, head, t, q_row, q_head, q_step, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr
+):
+    """Query t of tile `head`, of every query head: [16, D]."""
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    b, h = (head // HKV).to(tl.int64), (head % HKV).to(tl.int64)
+    at = b * q_row + (h * G + g) * q_head + t * q_step
+    return tl.load(q + at[:, None] + d[None, :], mask=(g < G)[:, None], other=0.0)
+
+
+@triton.jit
 def walk_causal(
-    qs, k, v, k_step, v_step, first, last, seen, scale2, m, z, acc, logits, width, asks,
-    T: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, EVIDENCE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    qs, qa, k, v, k_step, v_step, first, last, seen, scale2, m, z, acc, logits, width, asks,
+    T: tl.constexpr, G: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    EVIDENCE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions [first, last) of one head, each row to those before seen [M]. EVIDENCE:
-    store the logits (fp32, one query of each query head, `width` apart) of the rows asks [M]."""
+    """Attend to positions [first, last) of one head, each row to those before seen [M].
+
+    EVIDENCE: store the logits (fp32, one query of each query head, `width` apart) of the rows asks
+    [M]; APART: of the queries qa [16, D] instead, at the positions before asks.
+    """
     d, lane = tl.arange(0, D), tl.arange(0, BN)
     limit = tl.minimum(seen, last)
     to = tl.arange(0, M) // T * width
+    g = tl.arange(0, ROWS)
     for n in range(first, last, BN):
         at = n + lane
         keep = (at < last)[:, None]
@@ -54,7 +70,12 @@ def walk_causal(
         vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep, other=0.0)
         t = tl.dot(qs, tl.trans(kk), input_precision=PRECISION) * scale2
         t = tl.where(at[None, :] < limit[:, None], t, float("-inf"))
-        if EVIDENCE:
+        if EVIDENCE and APART:
+            # a product of its own costs less than to bring few of many rows together for a store
+            ta = tl.dot(qa, tl.trans(kk), input_precision=PRECISION) * scale2
+            real = (g < G)[:, None] & (at < tl.minimum(asks, last))[None, :]
+            tl.store(logits + (g[:, None] * width + at[None, :]), ta, mask=real)
+        elif EVIDENCE:
             # 32-bit offsets: pointers would take twice the registers
             wanted = asks[:, None] & (at < last)[None, :]
             tl.store(logits + (to[:, None] + at[None, :]), t, mask=wanted)
@@ -67,7 +88,8 @@ def verify_kernel(
     q, q_row, q_head, q_step, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
     starts, lengths, active, low, high, asked, logits, width, scale2, B,
     HKV: tl.constexpr, G: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BPAD: tl.constexpr, BN: tl.constexpr, EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
+    BPAD: tl.constexpr, BN: tl.constexpr, EVIDENCE: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The active rows' pieces, shared by the whole grid. EVIDENCE: also the sums over J, which is
     walked first (see `attend.dense_run`), and there the logits of query asked[b]."""
@@ -97,20 +119,32 @@ def verify_kernel(
         if EVIDENCE:
             begin = tl.minimum(tl.maximum(tl.load(low + b), first), last)
             end = tl.minimum(tl.maximum(tl.load(high + b), begin), last)
-            asks = (r % T == tl.load(asked + b)) & (r < G * T)
+            ask = tl.load(asked + b)
+            if APART:
+                # outside of these queries: another pass leaves the evidence
+                asks = tl.where((ask >= 0) & (ask < T), end, 0)
+                one = tl.minimum(tl.maximum(ask, 0), T - 1)
+                qa = load_asked(q, tile, one, q_row, q_head, q_step, HKV, G, D)
+            else:
+                asks = (r % T == ask) & (r < G * T)
+                qa = qs
             # J, what is before it, what is behind it; one copy of the walk keeps registers free
             for part in tl.range(0, 3, num_stages=1):
+                if APART:
+                    here = tl.where(part == 0, asks, 0)
+                else:
+                    here = asks & (part == 0)
                 since = tl.where(part == 0, begin, tl.where(part == 1, first, end))
                 until = tl.where(part == 0, end, tl.where(part == 1, begin, last))
                 m, z, acc = walk_causal(
-                    qs, kb, vb, k_step, v_step, since, until, seen, scale2, m, z, acc,
-                    to, width, asks & (part == 0), T, M, BN, D, True, PRECISION,
+                    qs, qa, kb, vb, k_step, v_step, since, until, seen, scale2, m, z, acc,
+                    to, width, here, T, G, M, BN, D, True, APART, PRECISION,
                 )  # fmt: skip
                 mj, lj = tl.where(part == 0, m, mj), tl.where(part == 0, z, lj)
         else:
             m, z, acc = walk_causal(
-                qs, kb, vb, k_step, v_step, first, last, seen, scale2, m, z, acc,
-                to, width, r, T, M, BN, D, False, PRECISION,
+                qs, qs, kb, vb, k_step, v_step, first, last, seen, scale2, m, z, acc,
+                to, width, r, T, G, M, BN, D, False, False, PRECISION,
             )  # fmt: skip
         save_partial(parts, sums, pid + tile, m, z, acc, mj, lj, G * T, D, EVIDENCE, M)
         work += taken

@@ -45,6 +45,7 @@ class DevicePasses(Passes):
         super().__init__(model, config, cache, conversation.states, mask, None)
         self._conversation, self._rows, self._runner = conversation, rows, runner
         self._steps: list[RowStep] = []
+        self._shape = StepShape.FAST
         if self.together and not self.others:
             why = "rotary frequencies that change with the text's length"
             if config.runner == "graph":
@@ -83,6 +84,9 @@ class DevicePasses(Passes):
         self._steps = self._planned(
             columns, new, verify=verify, evidence=evidence, idle=idle, kept=kept
         )
+        chooses = any(step.kind is StepKind.SLOW for step in self._steps)
+        dense = StepShape.SLOW if chooses else StepShape.DENSE
+        self._shape = dense if verify else StepShape.FAST
         arena.tell(self._steps)
         fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]
         logits = self._forward(arena, fed, columns, new, verify)
@@ -136,7 +140,7 @@ class DevicePasses(Passes):
             [column - row.shift + t for t in range(new)]
             for row, column in zip(self._rows, columns, strict=True)
         ], device=device)  # fmt: skip
-        shape = StepShape.SLOW if verify else StepShape.FAST
+        shape = self._shape
         if not self.together:
             given = {"input_ids": ids, "position_ids": positions}
             output = self._runner.replay(arena, shape, ids, positions, max(columns) + new, given)
@@ -156,7 +160,7 @@ class DevicePasses(Passes):
         assert arena is not None
         assert self.running is not None
         if self.running.verify:
-            return arena.verify(layer, query, scale).transpose(1, 2)
+            return arena.verify(layer, query, self._shape, scale).transpose(1, 2)
         return arena.attend(layer, query[:, :, 0], StepShape.FAST, scale).unsqueeze(1)
 
     def _told(self, rows: Sequence[Row], first: Sequence[int], new: int, verify: bool) -> Pass:
