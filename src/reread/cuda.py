@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,38 @@ class Staging:
         if self._target.is_cuda:
             copied = self._copied[slot] = new_event()
             copied.record()
+
+
+def upload(values: list[list[int]], device: torch.device) -> Tensor:
+    """An int64 tensor on the device; the host does not wait for it."""
+    held = torch.tensor(values)
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
+
+
+class Told:
+    """Device to host, read later: what each of some steps tells, so that the host may run ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def put(self, values: Tensor) -> None:
+        """Values of the next step, of any shape; they may change afterwards."""
+        if self._device.type != "cuda":
+            self._held.append((values.clone(), None))
+            return
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        done = new_event()
+        done.record()
+        self._held.append((pinned, done))
+
+    def get(self, step: int) -> Any:
+        """What step `step` told, as lists; waits for that step and no other."""
+        values, done = self._held[step]
+        if done is not None:
+            done.synchronize()
+        return values.tolist()
 
 
 def free_memory(device: torch.device) -> int:

@@ -126,11 +126,7 @@ class Arena:
         self.unfinished = True
 
     def finish(
-        self,
-        plan: StepPlan,
-        steps: list[RowStep],
-        states: Mapping[int, LayerState],
-        meter: Meter,
+        self, plan: StepPlan, steps: list[RowStep], states: Mapping[int, LayerState], meter: Meter
     ) -> None:
         """Note on the host what the step, run in all layers, has read and selected."""
         for b, step in enumerate(steps):
@@ -176,14 +172,9 @@ class Arena:
         return Cache(buffer.k, buffer.v, self.field("starts"), self.field("lengths"))
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        shape: StepShape,
-        scale: float,
-        new: tuple[Tensor, Tensor] | None = None,
-        index: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: int, q: Tensor, shape: StepShape, scale: float,
+        new: tuple[Tensor, Tensor] | None = None, index: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of one new token per row, and the refresh of the rows that choose again.
 
         Args:
@@ -218,13 +209,9 @@ class Arena:
         return out
 
     def verify(
-        self,
-        layer: int,
-        q: Tensor,
-        shape: StepShape,
-        scale: float,
+        self, layer: int, q: Tensor, shape: StepShape, scale: float,
         new: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Dense attention of the newest T positions of the rows that are on, zeros of the others;
         rows that choose again do so by the query that the step tensor names.
 

@@ -9,9 +9,11 @@ import functools
 import torch
 from torch import Tensor
 
+from ..cuda import Told, upload
 from ..device import Arena
 from ..drafting import SIZES, expected_tokens, verify_size
 from ..integrations.hf.graph import StepGraphs
+from ..policy.acceptance import likeliest
 from ..steps import RowStep, StepShape
 from ..types import StepKind
 from .checks import difference, require_close
@@ -57,15 +59,31 @@ def _at(bench: Bench, cycles: dict[str, float], rate: float, dense_ms: float) ->
 
 
 def _cycles(bench: Bench, graphs: StepGraphs, size: int) -> None:
-    """Some cycles as the loop runs them: after each step the host reads what was chosen."""
-    kinds = [StepKind.FAST] * bench.rows
+    """Some cycles as the loop runs them: what a step chooses goes into the next one on the device,
+    and the host reads it one step later."""
+    device = graphs.arena.device
     for _ in range(CYCLES):
+        told = Told(device)
+        ids = upload([[7 + row] for row in range(bench.rows)], device)
+        places = upload([[bench.context - size]] * bench.rows, device)
         for age in range(size - 1):
-            logits = bench.step(graphs, kinds, [age] * bench.rows).float()
-            largest, tokens = logits.max(dim=-1)
-            sure = (largest - torch.logsumexp(logits, dim=-1)).exp()
-            torch.stack([tokens.double(), sure.double()]).tolist()
+            graphs.arena.tell(_fast(bench, age))
+            output = graphs.run(StepShape.FAST, ids, places, bench.context)
+            tokens, sure = likeliest(output.logits[:, -1])
+            told.put(torch.stack([tokens.double(), sure.double()]))
+            ids, places = tokens[:, None], places + 1
+            if age:
+                told.get(age - 1)
+        told.get(size - 2)
         _verify(bench, graphs, size).argmax(dim=-1).tolist()
+
+
+def _fast(bench: Bench, age: int) -> list[RowStep]:
+    """A draft's step so many tokens behind the choice, of every row."""
+    config, end = bench.config, bench.context
+    count, window = min(config.k, end), end - config.recent - age
+    row = RowStep(0, end, config.sink, config.sink, window, count, StepKind.FAST)
+    return [row] * bench.rows
 
 
 def _verify(bench: Bench, graphs: StepGraphs, size: int) -> Tensor:

@@ -45,5 +45,13 @@ def speculative(scores: Tensor, drafted: int | None, draft: Tensor | None) -> tu
     return False, _draw(rest if float(rest.sum()) > 0 else p)
 
 
+def likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What greedy decoding chooses of scores [..., V], and how probable it is: int64 and fp32
+    [...]; the latter NaN where a score is. Nothing is read from the device."""
+    scores = scores.float()
+    largest, token = scores.max(dim=-1)
+    return token, (largest - torch.logsumexp(scores, dim=-1)).exp()
+
+
 def _draw(weights: Tensor) -> int:
     return int(torch.multinomial(weights, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +22,6 @@ from .arguments import put
 REFERENCE_PREFILL = (
     "the sparse prefill ran on the reference path: it shows what a budget costs and saves no time"
 )
-
-
-class Drafted(Protocol):
-    """What a loop of mode "exact" tells: see `exact.loop.Loop`."""
-
-    meter: Meter
-    steps: int
-    prompt: int
-
-    @property
-    def drafts(self) -> Drafts: ...
-
-    @property
-    def width(self) -> int: ...
 
 
 class Recorder:
@@ -99,10 +85,10 @@ class Recorder:
             if not done:
                 self.meter.add(row, StepKind.FULL, 1, 1)
 
-    def drafted(self, loop: Drafted) -> None:
-        """An exact generation has ended."""
-        self.meter, self.steps, self.drafts = loop.meter, loop.steps, loop.drafts
-        self.new_tokens = loop.width - loop.prompt
+    def drafted(self, meter: Meter, steps: int, drafts: Drafts, new_tokens: int) -> None:
+        """An exact generation has ended, after so many forward passes."""
+        self.meter, self.steps, self.drafts = meter, steps, drafts
+        self.new_tokens = new_tokens
 
     @property
     def told(self) -> list[str]:

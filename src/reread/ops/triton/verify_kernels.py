@@ -130,10 +130,7 @@ def verify_kernel(
                 qa = qs
             # J, what is before it, what is behind it; one copy of the walk keeps registers free
             for part in tl.range(0, 3, num_stages=1):
-                if APART:
-                    here = tl.where(part == 0, asks, 0)
-                else:
-                    here = asks & (part == 0)
+                here = tl.where(part == 0, asks, 0) if APART else asks & (part == 0)
                 since = tl.where(part == 0, begin, tl.where(part == 1, first, end))
                 until = tl.where(part == 0, end, tl.where(part == 1, begin, last))
                 m, z, acc = walk_causal(

@@ -152,7 +152,8 @@ class Decoder:
             conversation.forget()
         if streamer is not None:
             streamer.end()
-        recorder.drafted(loop)
+        ran, new = loop.drafter, loop.width - loop.prompt
+        recorder.drafted(ran.meter, ran.steps, loop.drafts, new)
         return _output(sequences, cache) if returns else sequences
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....attention import StepPlan
 from ....config import Config
+from ....cuda import upload
 from ....drafting import verify_size
 from ....errors import UnsupportedError
 from ....layer import DeviceRow
@@ -24,6 +25,7 @@ from ....verifying import Pass
 from .. import guard
 from ..conversation import Conversation
 from ..runner import Runner
+from .ahead import Ahead
 from .passes import Passes
 from .rows import Row
 
@@ -53,6 +55,16 @@ class DevicePasses(Passes):
             note = f"exact passes were not captured as graphs: {why}"
             runner.notes += [note] if note not in runner.notes else []
 
+    @property
+    def ahead(self) -> Ahead | None:
+        """Drafts whose next step does not wait for the host; None where rows go together."""
+        return None if self.together else Ahead(self)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Of the whole batch."""
+        return self._rows
+
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets, padding included."""
         # a model that runs kernel by kernel has nothing to capture, and recurrent states to spare
@@ -71,15 +83,48 @@ class DevicePasses(Passes):
     ) -> tuple[Tensor, Pass]:
         """As `Passes.run`."""
         new, asked = len(tokens[0]), {row.index: i for i, row in enumerate(rows)}
-        columns = [
-            first[asked[row.index]] if row.index in asked else row.length for row in self._rows
+        columns = self._columns(rows, first)
+        fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]
+        places = [
+            [column - row.shift + t for t in range(new)]
+            for row, column in zip(self._rows, columns, strict=True)
         ]
+        device = self._model.device
+        logits, step = self.run_all(
+            rows, first, upload(fed, device), upload(places, device),
+            verify=verify, evidence=evidence, kept=kept,
+        )  # fmt: skip
+        if len(rows) < len(self._rows):
+            logits = logits[[row.index for row in rows]]
+        guard.check_logits(logits[[i for i, row in enumerate(rows) if not row.done]])
+        return logits, step
+
+    def _columns(self, rows: Sequence[Row], first: Sequence[int]) -> list[int]:
+        """Where each row of the batch writes."""
+        asked = {row.index: column for row, column in zip(rows, first, strict=True)}
+        return [asked.get(row.index, row.length) for row in self._rows]
+
+    @torch.no_grad()
+    def run_all(
+        self,
+        rows: Sequence[Row],
+        first: Sequence[int],
+        ids: Tensor,
+        positions: Tensor,
+        *,
+        verify: bool,
+        evidence: frozenset[int] = frozenset(),
+        kept: frozenset[int] = frozenset(),
+    ) -> tuple[Tensor, Pass]:
+        """`run` of what is on the device already, waiting for nothing: ids and positions [B, T] of
+        the whole batch, logits [B, T, V] unchecked; rows: those that are asked."""
+        new, columns = ids.shape[1], self._columns(rows, first)
         for state in self.states.values():
             state.kv.ensure_room(max(columns) + new - state.kv.length)
         self._runner.prepare(self._conversation)
         arena = self._conversation.arena
         assert arena is not None
-        absent = frozenset(row.index for row in self._rows if row.index not in asked)
+        absent = frozenset(row.index for row in self._rows) - {row.index for row in rows}
         idle = self._idle(self._rows, verify) | absent
         self._steps = self._planned(
             columns, new, verify=verify, evidence=evidence, idle=idle, kept=kept
@@ -88,15 +133,11 @@ class DevicePasses(Passes):
         dense = StepShape.SLOW if chooses else StepShape.DENSE
         self._shape = dense if verify else StepShape.FAST
         arena.tell(self._steps)
-        fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]
-        logits = self._forward(arena, fed, columns, new, verify)
+        logits = self._forward(arena, ids, positions, columns, verify)
         arena.lanes.barrier()
         if verify:
             arena.chose(self._steps, self.states)
         arena.unfinished = False
-        if len(rows) < len(self._rows):
-            logits = logits[[row.index for row in rows]]
-        guard.check_logits(logits[[i for i, row in enumerate(rows) if not row.done]])
         return logits, self._told(rows, first, new, verify)
 
     def _planned(
@@ -131,16 +172,10 @@ class DevicePasses(Passes):
         return found
 
     def _forward(
-        self, arena: Any, fed: list[list[int]], columns: Sequence[int], new: int, verify: bool
+        self, arena: Any, ids: Tensor, positions: Tensor, columns: Sequence[int], verify: bool
     ) -> Tensor:
         """Logits [B, T, V], of a captured pass until the next one."""
-        device = self._model.device
-        ids = torch.tensor(fed, device=device)
-        positions = torch.tensor([
-            [column - row.shift + t for t in range(new)]
-            for row, column in zip(self._rows, columns, strict=True)
-        ], device=device)  # fmt: skip
-        shape = self._shape
+        new, shape = ids.shape[1], self._shape
         if not self.together:
             given = {"input_ids": ids, "position_ids": positions}
             output = self._runner.replay(arena, shape, ids, positions, max(columns) + new, given)

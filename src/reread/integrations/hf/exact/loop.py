@@ -12,21 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ....attention import Meter
 from ....config import Config
 from ....policy.draft import Costs
 from ....stats import Drafts
 from ....types import StepKind
+from .drafter import Drafter
 from .passes import Passes
 from .rows import Chooser, Row
 from .snapshot import Snapshot
 
 FILL = 16  # columns that are filled at once behind rows that ended early
-# by kind of device, measured where it says so: what a drafted token adds to the pass that verifies
-# it, of a dense step; and what choosing costs, of reading all keys and values once
 REUSE = 16  # tokens for which drafts that stand go on with what was chosen
-QUERY, CHOOSE = {"cpu": 0.08}, {"cpu": 1.7}  # SmolLM2 at 8192 tokens, two threads
-OTHER_QUERY, OTHER_CHOOSE = 0.01, 0.2  # a GPU reads weights and keys once, whatever the number
 
 
 class Loop:
@@ -35,7 +31,7 @@ class Loop:
     Attributes:
         rows: in the order of the batch.
         prompt: tokens of the prompt, padding included.
-        meter, steps, lengths: what ran: keys by kind, forward passes, drafts by their length.
+        drafter: what drafts, and counts what ran.
         put: told of every verified token, [1].
     """
 
@@ -57,9 +53,7 @@ class Loop:
         # columns of the cache before the text begins: of a cache that was given, of embeddings
         self._offset = rows[0].length - rows[0].count
         self.rows, self.prompt = rows, rows[0].count
-        self.meter = Meter.of(len(rows))
-        self.steps = 0
-        self.lengths: dict[int, int] = {}
+        self.drafter = Drafter(config, passes, rows, texts, chooser, pad)
         self.put: Callable[[Tensor], object] = lambda tokens: None
 
     @property
@@ -69,7 +63,7 @@ class Loop:
             verified=sum(row.verified for row in self.rows),
             drafted=sum(row.drafted for row in self.rows),
             accepted=sum(row.accepted for row in self.rows),
-            lengths=dict(sorted(self.lengths.items())),
+            lengths=dict(sorted(self.drafter.lengths.items())),
             tokens=sum((row.end or row.count) - self.prompt for row in self.rows),
         )
 
@@ -96,7 +90,7 @@ class Loop:
         """Until every row has ended; progress: told of the longest text's tokens."""
         while rows := self.active():
             before = Snapshot(self._passes.cache) if self._passes.together else None
-            self._draft(rows)
+            self.drafter.draft(rows)
             self._verify(rows, before)
             progress(self.width)
 
@@ -111,82 +105,17 @@ class Loop:
             row.end = row.end or row.count
             row.done = self._hard or row.count == self._texts.shape[1]
 
-    # -- drafting
-
-    def _costs(self, rows: Sequence[Row]) -> Costs:
-        """By the bytes that a step of these rows reads."""
-        key = self._passes.key_bytes
-        dense = sum(row.keys for row in rows) * key
-        fast = sum(min(row.keys, self._config.budget) for row in rows) * key
-        weights, on = self._passes.weight_bytes, self._passes.on
-        whole = weights + dense
-        choose = CHOOSE.get(on, OTHER_CHOOSE) * dense / whole
-        return Costs((weights + fast) / whole, QUERY.get(on, OTHER_QUERY), choose)
-
-    def _length(self, row: Row, costs: Costs) -> int:
-        """How many tokens the row drafts now."""
-        if not row.basis or not self._sparse(row):
-            return 0
-        room = self._texts.shape[1] - row.count - 1
-        return max(0, min(row.policy.next(costs), room, self._unturned(row)))
-
-    def _unturned(self, row: Row) -> int:
-        """Draft tokens that may share a pass with the row's newest token: a pass turns all its
-        positions by the frequencies of the last."""
-        passes = self._passes
-        if row.position < passes.turn:
-            return passes.turn - 1 - row.position
-        return 0 if passes.drifts else self._config.draft.tokens
-
-    def _sparse(self, row: Row) -> bool:
-        """Whether a draft reads less than everything."""
-        return not self._config.dense_below_budget or row.keys > self._config.budget
-
-    def _draft(self, rows: Sequence[Row]) -> None:
-        costs, together = self._costs(rows), self._passes.together
-        wanted = {row.index: self._length(row, costs) for row in rows}
-        if together:
-            # rows that are done go along, and their positions turn everybody's, too
-            least = min(*wanted.values(), *(self._unturned(row) for row in self.rows))
-            wanted = dict.fromkeys(wanted, max(0, least))
-        for row in self.rows:
-            row.draft, row.chances, row.ends = [], [], False
-        while going := [r for r in rows if len(r.draft) < wanted[r.index] and not r.ends]:
-            if together and len(going) < len(rows):
-                break
-            fed = self.rows if together else going
-            tokens = [[row.draft[-1] if row.draft else self._newest(row)] for row in fed]
-            first = [row.length + len(row.draft) for row in fed]
-            logits, step = self._passes.run(fed, tokens, first, verify=False)
-            self.steps += 1
-            self._chooser.draft(logits[:, 0], fed, self._config.draft.min_probability)
-            for i, row in enumerate(fed):
-                if row in going:
-                    self._count(row, StepKind.FAST, step.read[i], 0)
-        for row in self.rows:
-            if row.done and together:
-                # what dense decoding feeds behind a row's end
-                row.draft = [self._pad] * len(rows[0].draft)
-        for row in rows:
-            self.lengths[len(row.draft)] = self.lengths.get(len(row.draft), 0) + 1
-
-    def _newest(self, row: Row) -> int:
-        return int(self._texts[row.index, row.count - 1])
-
-    def _count(self, row: Row, kind: StepKind, read: int, cached: int) -> None:
-        self.meter.add(row.index, kind, read, cached, len(self._passes.states))
-
     # -- verifying
 
     def _verify(self, rows: Sequence[Row], before: Snapshot | None) -> None:
         fed = list(rows) if before is None else self.rows
         size = self._passes.size(1 + max(len(row.draft) for row in rows))
         tokens = [
-            _padded([self._newest(row), *row.draft], size, self._pad if row.done else None)
+            _padded([self.drafter.newest(row), *row.draft], size, self._pad if row.done else None)
             for row in fed
         ]
         first = [row.length for row in fed]
-        costs = self._costs(rows)
+        costs = self.drafter.costs(rows)
         evidence = frozenset(row.index for row in rows if self._wants_evidence(row, costs))
         # what was chosen stays where drafts stand, for so many tokens; rows that do not draft let
         # go of it
@@ -194,7 +123,7 @@ class Loop:
         if before is not None:
             self._back(before)
         logits, _ = self._passes.run(fed, tokens, first, verify=True, evidence=evidence, kept=kept)
-        self.steps += 1
+        self.drafter.steps += 1
         going = [(i, row) for i, row in enumerate(fed) if row in rows]
         chosen = self._chooser.verify(logits, fed)
         found = {row.index: chosen[i] for i, row in going}
@@ -205,12 +134,12 @@ class Loop:
             self._back(before)
             n, everyone = max(taken.values()), frozenset(row.index for row in self.rows)
             self._passes.run(self.rows, [t[:n] for t in tokens], first, verify=True, kept=everyone)
-            self.steps += 1
+            self.drafter.steps += 1
         for _, row in going:
             n = taken[row.index]
             dense = n * keys[row.index] + n * (n - 1) // 2
             read = keys[row.index] + len(row.draft)
-            self._count(row, StepKind.SLOW, read, dense)
+            self.drafter.count(row, StepKind.SLOW, read, dense)
             row.told(found[row.index][0], n)
             row.chosen = row.basis = row.index in evidence or row.index in kept
             row.age = n if row.index in evidence else row.age + n
@@ -219,7 +148,7 @@ class Loop:
     def _wants_evidence(self, row: Row, costs: Costs) -> bool:
         """Whether the row may draft behind this verification; costs: of all rows that go on, which
         share the weights."""
-        if not self._sparse(row):
+        if not self.drafter.sparse(row):
             return False
         if row.draft and row.chosen and row.stood and row.age + len(row.draft) < REUSE:
             return False

@@ -15,6 +15,7 @@ from ....layer import LayerState
 from ....verifying import Pass, attend
 from .. import guard
 from ..cache import cache_keyword
+from .ahead import Ahead
 from .rows import Row
 
 ENDLESS = 1 << 62
@@ -109,6 +110,11 @@ class Passes:
         verified of rows that are done is padding, which the next turn may read."""
         wanted = verify and self.together
         return frozenset(row.index for row in rows if row.done and not wanted)
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What drafts without waiting, where there is such."""
+        return None
 
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets where the longest needs so many."""

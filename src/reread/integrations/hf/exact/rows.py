@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....policy.acceptance import greedy, speculative
+from ....drafting import MAX_TOKENS
+from ....errors import NumericalError
+from ....policy.acceptance import greedy, likeliest, speculative
 from ....policy.draft import DraftLength
 
 
@@ -63,6 +66,20 @@ class Row:
         """Of the newest token in the row's text."""
         return self.length - self.shift
 
+    def drafts(self, token: float, chance: float, threshold: float) -> None:
+        """One more token; threshold: see `DraftConfig.min_probability`.
+
+        Raises:
+            NumericalError: the step's logits were NaN.
+        """
+        if math.isnan(chance):
+            raise NumericalError(
+                f"the logits of row {self.index} contain NaN: check weights and dtype (float16 "
+                "overflows)"
+            )
+        self.draft.append(int(token))
+        self.ends = threshold > 0 and chance <= threshold
+
     def told(self, accepted: int, taken: int) -> None:
         """So many tokens of the draft stand; `taken` tokens went into the text, the verification's
         own among them: fewer where it ended, or where another row took fewer."""
@@ -79,48 +96,51 @@ class Chooser:
     def __init__(self, processors: Any, sample: bool, texts: Tensor) -> None:
         """texts: int64 [B, columns], written by the loop."""
         self._processors, self._sample, self._texts = processors, sample, texts
+        self._drafted = texts.new_zeros(texts.shape[0], MAX_TOKENS)
 
-    def _scores(self, logits: Tensor, row: Row, behind: Sequence[int]) -> Tensor:
+    def _scores(self, logits: Tensor, row: Row, behind: Tensor | Sequence[int]) -> Tensor:
         """logits fp32 [V] as dense decoding of this row's text and `behind` would see them."""
         if not len(self._processors):
             return logits
         text = self._texts[row.index, : row.count]
-        if behind:
-            text = torch.cat([text, text.new_tensor(behind)])
+        if len(behind):
+            more = behind if isinstance(behind, Tensor) else text.new_tensor(behind)
+            text = torch.cat([text, more])
         # the whole batch, this row's text in each place: a processor may know rows by their index
         rows = self._texts.shape[0]
         scores: Tensor = self._processors(text.expand(rows, -1), logits.repeat(rows, 1))
         return scores[row.index]
 
     @property
-    def _plain(self) -> bool:
+    def plain(self) -> bool:
         """Whether tokens are the largest logits, so that all rows are looked at together."""
         return not self._sample and not len(self._processors)
 
-    def draft(self, logits: Tensor, rows: Sequence[Row], threshold: float) -> None:
-        """Add a token to each row's draft. logits: [N, V] of a sparse step; threshold: see
-        `DraftConfig.min_probability`."""
-        if self._plain:
-            # one read from the device for all rows
-            largest, tokens = logits.float().max(dim=-1)
-            sure = (largest - torch.logsumexp(logits.float(), dim=-1)).exp()
-            told = torch.stack([tokens.double(), sure.double()]).tolist()
-            for row, token, chance in zip(rows, *told, strict=True):
-                row.draft.append(int(token))
-                row.ends = threshold > 0 and chance <= threshold
-            return
-        for row, own in zip(rows, logits, strict=True):
-            self._draft(own, row, threshold)
+    def draft(self, logits: Tensor, rows: Sequence[Row], t: int) -> Tensor:
+        """Token t of each row's draft, and how probable its likeliest token was; nothing is read
+        from the device. For sampling the distribution is noted in the row.
 
-    def _draft(self, logits: Tensor, row: Row, threshold: float) -> None:
-        scores = self._scores(logits.float(), row, row.draft)
-        chances = torch.softmax(scores, dim=-1)
+        Args:
+            logits: [N, V] of a sparse step.
+
+        Returns:
+            fp64 [2, N]: tokens, probabilities (NaN where a logit is).
+        """
+        if self.plain:
+            return torch.stack([x.double() for x in likeliest(logits)])
+        found = [self._draft(own, row, t) for row, own in zip(rows, logits, strict=True)]
+        return torch.stack(found, dim=1)
+
+    def _draft(self, logits: Tensor, row: Row, t: int) -> Tensor:
+        scores = self._scores(logits.float(), row, self._drafted[row.index, :t])
+        token, sure = likeliest(scores)
         if self._sample:
-            row.draft.append(int(torch.multinomial(chances, 1)))
+            chances = torch.softmax(scores, dim=-1)
+            # NaN, which the caller refuses when it reads it, must not stop the device here
+            token = torch.multinomial(torch.nan_to_num(chances, nan=1.0), 1)[0]
             row.chances.append(chances)
-        else:
-            row.draft.append(int(scores.argmax()))
-        row.ends = threshold > 0 and float(chances.max()) <= threshold
+        self._drafted[row.index, t] = token
+        return torch.stack([token.double(), sure.double()])
 
     def verify(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
         """Of each row, how many drafted tokens stand, and the tokens that follow its newest: those,
@@ -129,7 +149,7 @@ class Chooser:
         Args:
             logits: [N, T, V] of the newest token and the drafted ones; T may be larger.
         """
-        if not self._plain:
+        if not self.plain:
             return [self._verify(own, row) for own, row in zip(logits, rows, strict=True)]
         found = []
         for row, tokens in zip(rows, logits.argmax(dim=-1).tolist(), strict=True):
