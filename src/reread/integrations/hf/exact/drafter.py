@@ -14,10 +14,12 @@ from .ahead import Ahead
 from .passes import Passes
 from .rows import Chooser, Row
 
-# by kind of device, measured where it says so: what a drafted token adds to the pass that verifies
-# it, of a dense step; and what choosing costs, of reading all keys and values once
-QUERY, CHOOSE = {"cpu": 0.08}, {"cpu": 1.7}  # SmolLM2 at 8192 tokens, two threads
-OTHER_QUERY, OTHER_CHOOSE = 0.01, 0.2  # a GPU reads weights and keys once, whatever the number
+# by kind of device, measured: what a drafted token adds to the pass that verifies it, of a dense
+# step; what choosing costs, of reading all keys and values once; a byte of the weights, which few
+# rows do not read at full speed, in bytes of keys
+QUERY, CHOOSE, WEIGHT = {"cpu": 0.08}, {"cpu": 1.7}, {"cpu": 1.0}  # SmolLM2, 8192 tokens, 2 threads
+# Qwen3 shapes on one H200: a GPU reads weights and keys once, whatever the number of queries
+OTHER_QUERY, OTHER_CHOOSE, OTHER_WEIGHT = 0.01, 0.2, 1.6
 
 
 class Drafter:
@@ -43,7 +45,8 @@ class Drafter:
         key = self._passes.key_bytes
         dense = sum(row.keys for row in rows) * key
         fast = sum(min(row.keys, self._config.budget) for row in rows) * key
-        weights, on = self._passes.weight_bytes, self._passes.on
+        on = self._passes.on
+        weights = self._passes.weight_bytes * WEIGHT.get(on, OTHER_WEIGHT)
         whole = weights + dense
         choose = CHOOSE.get(on, OTHER_CHOOSE) * dense / whole
         return Costs((weights + fast) / whole, QUERY.get(on, OTHER_QUERY), choose)
