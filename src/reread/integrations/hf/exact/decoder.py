@@ -140,7 +140,7 @@ class Decoder:
         of_texts = texts, chooser, stopping_criteria, _pad(generation_config)
         loop = Loop(self._config, self.passes, rows, *of_texts)
         if streamer is not None:
-            loop.put = lambda tokens: streamer.put(tokens.cpu())
+            loop.put = lambda token: streamer.put(torch.tensor([token]))
         returns = bool(generation_config.return_dict_in_generate)
         try:
             loop.begin(logits)

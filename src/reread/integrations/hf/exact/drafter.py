@@ -134,7 +134,8 @@ class Drafter:
             del row.chances[len(row.draft) :]
 
     def newest(self, row: Row) -> int:
-        return int(self._texts[row.index, row.count - 1])
+        """The newest token of the row's text; of a row that is done, the padding that follows."""
+        return int(self._texts[row.index, row.count - 1]) if row.done else row.newest
 
     def count(self, row: Row, kind: StepKind, read: int, cached: int) -> None:
         self.meter.add(row.index, kind, read, cached, len(self._passes.states))

@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from ....config import Config
+from ....cuda import upload
 from ....policy.draft import Costs
 from ....stats import Drafts
 from ....types import StepKind
 from .drafter import Drafter
+from .ending import Ending
 from .passes import Passes
 from .rows import Chooser, Row
 from .snapshot import Snapshot
@@ -32,7 +34,7 @@ class Loop:
         rows: in the order of the batch.
         prompt: tokens of the prompt, padding included.
         drafter: what drafts, and counts what ran.
-        put: told of every verified token, [1].
+        put: told of every verified token.
     """
 
     def __init__(
@@ -47,14 +49,13 @@ class Loop:
     ) -> None:
         """texts: int64 [B, longest], filled with `pad` behind each row's `count`."""
         self._config, self._passes, self._texts = config, passes, texts
-        self._chooser, self._stopping, self._pad = chooser, stopping, pad
-        # without an end token, dense decoding goes on with a row until all have ended
-        self._hard = any(hasattr(criterion, "eos_token_id") for criterion in stopping)
+        self._chooser, self._pad = chooser, pad
+        self._ending = Ending(stopping)
         # columns of the cache before the text begins: of a cache that was given, of embeddings
         self._offset = rows[0].length - rows[0].count
         self.rows, self.prompt = rows, rows[0].count
         self.drafter = Drafter(config, passes, rows, texts, chooser, pad)
-        self.put: Callable[[Tensor], object] = lambda tokens: None
+        self.put: Callable[[int], object] = lambda token: None
 
     @property
     def drafts(self) -> Drafts:
@@ -96,14 +97,33 @@ class Loop:
 
     def append(self, row: Row, token: int) -> None:
         """One verified token: into the text, to the streamer, past the stopping criteria."""
-        self._texts[row.index, row.count] = token
-        row.count += 1
-        text = self._texts[row.index : row.index + 1, : row.count]
-        self.put(text[:, -1])
-        # every criterion is asked for every token, as dense decoding does
-        if bool(self._stopping(text, None)[0]) or row.count == self._texts.shape[1]:
-            row.end = row.end or row.count
-            row.done = self._hard or row.count == self._texts.shape[1]
+        self.extend(row, [token])
+
+    def extend(self, row: Row, tokens: Sequence[int]) -> int:
+        """Verified tokens, up to the one that ends the row. Returns how many were taken."""
+        texts, first = self._texts[row.index], row.count
+        asked = len(self._ending.others) > 0
+        if not asked:
+            # at once: on a GPU every write is a launch
+            some = tokens[: texts.shape[0] - first]
+            texts[first : first + len(some)] = upload([list(some)], texts.device)[0]
+        for token in tokens:
+            if asked:
+                texts[row.count] = token
+            row.count, row.newest = row.count + 1, token
+            self.put(token)
+            # every criterion is asked for every token, as dense decoding does
+            ends = self._ending.by_token(token, row.count)
+            ends |= self._ending.by_text(texts[None, : row.count])
+            full = row.count == texts.shape[0]
+            if ends or full:
+                row.end = row.end or row.count
+                row.done = self._ending.hard or full
+            if row.done:
+                break
+        # what was written behind the end is padding, as dense decoding leaves it
+        texts[row.count : first + len(tokens)] = self._pad
+        return row.count - first
 
     # -- verifying
 
@@ -158,12 +178,7 @@ class Loop:
         """Every row takes its own tokens, as far as its text goes. Returns how many, by row."""
         taken = {}
         for row in rows:
-            before = row.count
-            for token in found[row.index][1]:
-                self.append(row, token)
-                if row.done:
-                    break
-            taken[row.index] = row.count - before
+            taken[row.index] = self.extend(row, found[row.index][1])
             row.length += taken[row.index]
         return taken
 

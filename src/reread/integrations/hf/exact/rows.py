@@ -27,6 +27,7 @@ class Row:
         length: cached columns, all verified; the newest token is not among them.
         count: tokens in the text, prompt and padding included.
         policy: how much it drafts.
+        newest: the last of them that was chosen.
         end: tokens of the text when a stopping criterion ended it; 0 before.
         done: whether it takes no more tokens.
         draft: tokens drafted since the latest verification, and for sampling their distributions.
@@ -43,6 +44,7 @@ class Row:
     length: int
     count: int
     policy: DraftLength
+    newest: int = 0
     end: int = 0
     done: bool = False
     draft: list[int] = field(default_factory=list)
