@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -16,11 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import reread
 from benchmarks.kernels_gpu import BATCHES, LONG, LONG_SHARES
 from reread import Config
 from reread.bench import kernel, table
 from reread.bench.arms import dense_arms
 from reread.bench.kernel import SHARES
+from reread.bench.model import random_model
 from reread.evaluation.provenance import provenance
 from reread.planner import DEFAULT_SLOW_EVERY
 from reread.shapes import Shape
@@ -91,6 +96,29 @@ def exact(commit: str, keep: Keep) -> None:
     _cells(EXACT, Config.preset("exact"), commit, keep)
 
 
+def exact_generate(commit: str, keep: Keep) -> None:
+    """`reread.generate` as users call it, at a context where drafting cannot pay: modes "exact" and
+    "dense" in turn, random weights and tokens."""
+    shape, rows, context, new = Shape.named("qwen3-4b"), 4, 4096, 256
+    model = random_model(shape, torch.device("cuda"), torch.bfloat16)
+    ids = torch.randint(1000, (rows, context), device="cuda")
+    found: dict[str, list[float]] = {"dense": [], "exact": []}
+    for name in ("dense", "exact") * 4:
+        config = Config.preset(name)
+        options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
+        output = reread.generate(model, ids, config=config, **options)
+        found[name].append(output.stats.tokens_per_s)
+        drafts = output.stats.drafts
+        say(f"{name}: {found[name][-1]:.0f} tokens/s, {output.stats.runner}")
+    # the first of each compiles and captures
+    dense, ours = (statistics.median(found[name][1:]) for name in ("dense", "exact"))
+    assert drafts is not None
+    keep({
+        "shape": shape.name, "rows": rows, "context": context, "new": new, "tokens_per_s": found,
+        "ratio": ours / dense, "drafted": drafts.drafted, "verified": drafts.verified,
+    })  # fmt: skip
+
+
 def _cells(
     cells: dict[str, list[tuple[int, int]]], config: Config, commit: str, keep: Keep
 ) -> None:
@@ -142,6 +170,7 @@ PARTS: dict[str, Callable[[str, Keep], None]] = {
     "decode": decode,
     "indexed": indexed,
     "exact": exact,
+    "exact_generate": exact_generate,
     "kernels": kernels,
     "tests": run_tests,
 }

@@ -18,7 +18,13 @@ from benchmarks.readme_eval import (
     gap_parts,
     gap_rows,
 )
-from benchmarks.readme_exact import exact_speed
+from benchmarks.readme_exact import (
+    exact_acceptance,
+    exact_bf16,
+    exact_needle,
+    exact_speed,
+    gpu_exact,
+)
 from benchmarks.readme_gpu import (
     gpu_decode,
     gpu_indexed,
@@ -169,6 +175,10 @@ def distill() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "exact_speed": exact_speed,
+    "exact_acceptance": exact_acceptance,
+    "exact_needle": exact_needle,
+    "exact_bf16": exact_bf16,
+    "gpu_exact": gpu_exact,
     "eval_needle": eval_needle,
     "eval_speed": eval_speed,
     "eval_fidelity": eval_fidelity,
