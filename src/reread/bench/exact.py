@@ -5,6 +5,7 @@ cannot say."""
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..cuda import Told, upload
 from ..device import Arena
 from ..drafting import SIZES, expected_tokens, verify_size
+from ..integrations.hf.exact.loop import REUSE
 from ..integrations.hf.graph import StepGraphs
 from ..policy.acceptance import likeliest
 from ..steps import RowStep, StepShape
@@ -31,23 +33,32 @@ def exact_arm(bench: Bench, fastest: Record, acceptance: list[float]) -> Record:
     longest = verify_size(1 + bench.config.draft.tokens)
     sizes = [n for n in SIZES if 1 < n <= longest]
     fast = timing(bench, graphs, [StepKind.FAST] * bench.rows)
-    out: Record = {"fast": fast, "verify": {}, "cycles": {}, "claim": CLAIM}
+    out: Record = {"fast": fast, "verify": {}, "cycles": {}, "kept_cycles": {}, "claim": CLAIM}
     out["error"] = max(_checked(bench, graphs, size) for size in sizes)
     floor = bench.floor_ms(bench.context)
     for size in sizes:
-        ms = _replayed(graphs, size)
-        out["verify"][str(size)] = {"ms": ms, "floor_ms": floor, "roofline": floor / ms}
-        cycles = functools.partial(_cycles, bench, graphs, size)
-        out["cycles"][str(size - 1)] = milliseconds(cycles) / CYCLES
+        ms, kept = (_replayed(graphs, size, shape) for shape in (StepShape.SLOW, StepShape.DENSE))
+        out["verify"][str(size)] = {
+            "ms": ms, "kept_ms": kept, "floor_ms": floor, "roofline": floor / kept,
+        }  # fmt: skip
+        for name, chooses in (("cycles", True), ("kept_cycles", False)):
+            cycles = functools.partial(_cycles, bench, graphs, size, chooses)
+            out[name][str(size - 1)] = milliseconds(cycles) / CYCLES
     for rate in acceptance:
-        out[f"at {rate:g}"] = _at(bench, out["cycles"], rate, fastest["ms"])
+        out[f"at {rate:g}"] = _at(bench, out, rate, fastest["ms"])
     out["extra_bytes"] = graphs.arena.nbytes
     return out
 
 
-def _at(bench: Bench, cycles: dict[str, float], rate: float, dense_ms: float) -> Record:
+def _at(bench: Bench, found: Record, rate: float, dense_ms: float) -> Record:
     """The best draft length where so large a share of drafted tokens stands."""
-    per_token = {int(n): ms / expected_tokens(rate, int(n)) for n, ms in cycles.items()}
+    per_token = {}
+    for n, ms in found["cycles"].items():
+        tokens = expected_tokens(rate, int(n))
+        # a choice serves drafts until it would be older than the loop allows
+        served = max(1, math.ceil((REUSE - int(n)) / tokens))
+        mean = (ms + (served - 1) * found["kept_cycles"][n]) / served
+        per_token[int(n)] = mean / tokens
     best = min(per_token, key=lambda n: per_token[n])
     floor = best * bench.floor_ms(bench.config.budget) + bench.floor_ms(bench.context)
     ms = per_token[best]
@@ -58,9 +69,10 @@ def _at(bench: Bench, cycles: dict[str, float], rate: float, dense_ms: float) ->
     }  # fmt: skip
 
 
-def _cycles(bench: Bench, graphs: StepGraphs, size: int) -> None:
+def _cycles(bench: Bench, graphs: StepGraphs, size: int, chooses: bool) -> None:
     """Some cycles as the loop runs them: what a step chooses goes into the next one on the device,
-    and the host reads it one step later."""
+    and the host reads it one step later. chooses: whether the verification leaves another choice.
+    """
     device = graphs.arena.device
     for _ in range(CYCLES):
         told = Told(device)
@@ -75,7 +87,7 @@ def _cycles(bench: Bench, graphs: StepGraphs, size: int) -> None:
             if age:
                 told.get(age - 1)
         told.get(size - 2)
-        _verify(bench, graphs, size).argmax(dim=-1).tolist()
+        _verify(bench, graphs, size, chooses).argmax(dim=-1).tolist()
 
 
 def _fast(bench: Bench, age: int) -> list[RowStep]:
@@ -86,19 +98,20 @@ def _fast(bench: Bench, age: int) -> list[RowStep]:
     return [row] * bench.rows
 
 
-def _verify(bench: Bench, graphs: StepGraphs, size: int) -> Tensor:
-    """Logits [B, T, V] of the newest `size` positions of every row, which all choose again."""
+def _verify(bench: Bench, graphs: StepGraphs, size: int, chooses: bool = True) -> Tensor:
+    """Logits [B, T, V] of the newest `size` positions of every row; chooses: all rows, or none."""
     first = bench.context - size
+    shape = StepShape.SLOW if chooses else StepShape.DENSE
     graphs.arena.tell(
         [
-            RowStep.verifying(0, first, size, bench.config, refresh=True, idle=False)
+            RowStep.verifying(0, first, size, bench.config, refresh=chooses, idle=False)
             for _ in range(bench.rows)
         ]
     )
     device = graphs.arena.device
     ids = torch.arange(bench.rows * size, device=device).view(bench.rows, size) + 7
     positions = torch.arange(first, bench.context, device=device).expand(bench.rows, -1)
-    logits: Tensor = graphs.run(StepShape.SLOW, ids, positions, bench.context).logits
+    logits: Tensor = graphs.run(shape, ids, positions, bench.context).logits
     return logits
 
 
@@ -114,10 +127,10 @@ def _checked(bench: Bench, graphs: StepGraphs, size: int) -> float:
     return error
 
 
-def _replayed(graphs: StepGraphs, size: int) -> float:
+def _replayed(graphs: StepGraphs, size: int, shape: StepShape) -> float:
     def group() -> None:
         for _ in range(GROUP):
-            graphs.replay(StepShape.SLOW, size)
+            graphs.replay(shape, size)
 
     group()
     return sorted(milliseconds(group) / GROUP for _ in range(REPEATS))[REPEATS // 2]

@@ -65,6 +65,11 @@ class DevicePasses(Passes):
         """Of the whole batch."""
         return self._rows
 
+    @property
+    def joint(self) -> bool:
+        """See `Passes.joint`."""
+        return True
+
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets, padding included."""
         # a model that runs kernel by kernel has nothing to capture, and recurrent states to spare

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ....config import Config
 from ....cuda import upload
-from ....policy.draft import Costs
 from ....stats import Drafts
 from ....types import StepKind
 from .drafter import Drafter
@@ -24,7 +23,7 @@ from .rows import Chooser, Row
 from .snapshot import Snapshot
 
 FILL = 16  # columns that are filled at once behind rows that ended early
-REUSE = 16  # tokens for which drafts that stand go on with what was chosen
+REUSE = 16  # tokens for which drafts go on with what was chosen
 
 
 class Loop:
@@ -135,10 +134,8 @@ class Loop:
             for row in fed
         ]
         first = [row.length for row in fed]
-        costs = self.drafter.costs(rows)
-        evidence = frozenset(row.index for row in rows if self._wants_evidence(row, costs))
-        # what was chosen stays where drafts stand, for so many tokens; rows that do not draft let
-        # go of it
+        evidence = self._evidence(rows)
+        # rows that do not draft let go of what was chosen
         kept = frozenset(row.index for row in rows if row.draft and row.index not in evidence)
         if before is not None:
             self._back(before)
@@ -165,14 +162,19 @@ class Loop:
             row.age = n if row.index in evidence else row.age + n
         self._passes.settle(self.rows, taken, kept)
 
-    def _wants_evidence(self, row: Row, costs: Costs) -> bool:
-        """Whether the row may draft behind this verification; costs: of all rows that go on, which
-        share the weights."""
-        if not self.drafter.sparse(row):
-            return False
-        if row.draft and row.chosen and row.stood and row.age + len(row.draft) < REUSE:
-            return False
-        return bool(row.draft) or row.policy.may_draft(costs)
+    def _evidence(self, rows: Sequence[Row]) -> frozenset[int]:
+        """Rows that choose again by this verification: those which may draft behind it and whose
+        choice is missing or old."""
+        costs, sparse = self.drafter.costs(rows), self.drafter.sparse
+        drafting = [
+            row for row in rows if sparse(row) and (row.draft or row.policy.may_draft(costs))
+        ]
+        due = [
+            row for row in drafting
+            if not (row.draft and row.chosen and row.age + len(row.draft) < REUSE)
+        ]  # fmt: skip
+        # where one pass serves all rows, evidence of one costs as much as that of all
+        return frozenset(row.index for row in (drafting if due and self._passes.joint else due))
 
     def _each(self, rows: Sequence[Row], found: dict[int, tuple[int, list[int]]]) -> dict[int, int]:
         """Every row takes its own tokens, as far as its text goes. Returns how many, by row."""

@@ -116,6 +116,12 @@ class Passes:
         """What drafts without waiting, where there is such."""
         return None
 
+    @property
+    def joint(self) -> bool:
+        """Whether one pass serves all rows at a cost that does not depend on which of them
+        choose."""
+        return False
+
     def size(self, tokens: int) -> int:
         """Tokens that a row of a verification gets where the longest needs so many."""
         return tokens

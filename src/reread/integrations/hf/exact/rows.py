@@ -34,7 +34,6 @@ class Row:
         ends: whether the draft is complete.
         basis: whether something tells what a draft may read.
         chosen, age: whether something is chosen for drafts, and tokens since then.
-        stood: whether all of the latest draft stands.
         verified, drafted, accepted: passes that verified, and tokens of all drafts.
     """
 
@@ -52,7 +51,6 @@ class Row:
     ends: bool = False
     basis: bool = True
     chosen: bool = False
-    stood: bool = True
     age: int = 0
     verified: int = 0
     drafted: int = 0
@@ -86,7 +84,6 @@ class Row:
         """So many tokens of the draft stand; `taken` tokens went into the text, the verification's
         own among them: fewer where it ended, or where another row took fewer."""
         self.policy.observe(accepted, len(self.draft))
-        self.stood = accepted == len(self.draft)
         self.verified += 1
         self.drafted += len(self.draft)
         self.accepted += min(accepted, taken - 1)
