@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reread
-from reread import Config
+from reread import Config, NumericalError
 
 from . import device, tiny
 from .device import PAPER_LIKE
@@ -60,6 +60,46 @@ def test_text_is_denses_and_drafts_are_the_references(runner: str, case: str) ->
     assert got.stats.keys_read_share == pytest.approx(ref.stats.keys_read_share)
     if case == "everything":
         assert got.stats.drafts.acceptance == 1.0
+
+
+def test_drafts_that_end_early_cost_one_step_more() -> None:
+    """The device does not wait: the step behind an uncertain token has begun when it is seen."""
+    case = {"draft.tokens": 4, "draft.min_probability": 0.999}
+    ref, got, want = both(device.small(), exact(**case), "graph")
+    assert torch.equal(got.sequences, want)
+    assert got.stats.drafts == ref.stats.drafts
+    assert set(got.stats.drafts.lengths) <= {0, 1}
+    drafts = ref.stats.fast_steps
+    assert all(
+        one < more <= 2 * one for one, more in zip(drafts, got.stats.fast_steps, strict=True)
+    )
+
+
+def test_sampled_tokens_go_from_step_to_step() -> None:
+    """With processors and sampling, and the same again for the same seed."""
+    net, ids = device.small(), prompt(41)
+    config = exact(**{"draft.tokens": 4}).updated({"backend": "triton", "runner": "graph"})
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 9, "repetition_penalty": 1.2}
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        output = reread.generate(net, ids, config=config, max_new_tokens=12, **options)
+        found.append((output.sequences.tolist(), output.stats.drafts))
+    assert found[0] == found[1]
+    assert found[0][1].drafted > 0
+
+
+def test_nan_while_drafting_names_the_row() -> None:
+    net = device.small(tie_word_embeddings=False)
+    ids = prompt(41)
+    config = exact().updated({"backend": "triton", "runner": "graph"})
+    want = reread.generate(net, ids, config=config, max_new_tokens=NEW, do_sample=False)
+    token = int(want.sequences[0, ids.shape[1]])
+    net.get_input_embeddings().weight.data[token].fill_(torch.nan)
+    with pytest.raises(NumericalError, match="row 0"):
+        reread.generate(
+            net, ids[ids != token][None], config=config, max_new_tokens=NEW, do_sample=False
+        )
 
 
 def test_the_papers_selector_with_key_norms() -> None:

@@ -278,3 +278,35 @@ def test_the_preset_is_exact_and_survives_a_trip_through_json() -> None:
     assert (config.draft.tokens, config.draft.adapt) == (3, False)
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert Config.from_dict({"mode": "exact"}).draft == DraftConfig()
+
+
+# ---- what ends a text, and what a step tells
+
+
+def test_common_criteria_need_no_text_and_others_get_it() -> None:
+    from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+
+    from reread.integrations.hf.exact.ending import Ending
+
+    class Seven(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return input_ids[:, -1] == 7
+
+    given = [MaxLengthCriteria(9), EosTokenCriteria([3, 4]), Seven()]
+    ending = Ending(given)
+    assert ending.hard
+    assert list(ending.others) == given[2:]
+    for token, count in itertools.product(range(8), (1, 8, 9, 10)):
+        text = torch.full((1, count), token)
+        want = any(bool(criterion(text, None)[0]) for criterion in given)
+        assert (ending.by_token(token, count) or ending.by_text(text)) == want
+    assert not Ending([]).hard
+    assert not Ending([]).by_text(torch.zeros(1, 1))
+
+
+def test_the_likeliest_token_and_its_probability() -> None:
+    scores = torch.tensor([[0.0, 2.0, 1.0], [torch.nan, 0.0, 0.0]])
+    token, chance = acceptance.likeliest(scores)
+    assert int(token[0]) == 1
+    assert float(chance[0]) == pytest.approx(float(scores[0].softmax(0)[1]))
+    assert bool(chance[1].isnan())

@@ -22,7 +22,6 @@ from ....layer import DeviceRow
 from ....steps import RowStep, StepShape
 from ....types import StepKind
 from ....verifying import Pass
-from .. import guard
 from ..conversation import Conversation
 from ..runner import Runner
 from .ahead import Ahead
@@ -86,7 +85,7 @@ class DevicePasses(Passes):
         evidence: frozenset[int] = frozenset(),
         kept: frozenset[int] = frozenset(),
     ) -> tuple[Tensor, Pass]:
-        """As `Passes.run`."""
+        """As `Passes.run`, but NaN in the logits is for whoever reads them to find."""
         new, asked = len(tokens[0]), {row.index: i for i, row in enumerate(rows)}
         columns = self._columns(rows, first)
         fed = [list(tokens[asked[b]]) if b in asked else [0] * new for b in range(len(self._rows))]
@@ -101,7 +100,6 @@ class DevicePasses(Passes):
         )  # fmt: skip
         if len(rows) < len(self._rows):
             logits = logits[[row.index for row in rows]]
-        guard.check_logits(logits[[i for i, row in enumerate(rows) if not row.done]])
         return logits, step
 
     def _columns(self, rows: Sequence[Row], first: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....attention import Meter
 from ....config import Config
-from ....policy.draft import Costs
+from ....policy.draft import HIGHEST, Costs, best_length
 from ....types import StepKind
 from .ahead import Ahead
 from .passes import Passes
@@ -40,7 +40,7 @@ class Drafter:
         self.steps = 0
         self.lengths: dict[int, int] = {}
 
-    def costs(self, rows: Sequence[Row]) -> Costs:
+    def _estimate(self, rows: Sequence[Row]) -> Costs:
         """By the bytes that a step of these rows reads."""
         key = self._passes.key_bytes
         dense = sum(row.keys for row in rows) * key
@@ -51,12 +51,18 @@ class Drafter:
         choose = CHOOSE.get(on, OTHER_CHOOSE) * dense / whole
         return Costs((weights + fast) / whole, QUERY.get(on, OTHER_QUERY), choose)
 
-    def _length(self, row: Row, costs: Costs) -> int:
+    def _length(self, row: Row) -> int:
         """How many tokens the row drafts now."""
-        if not row.basis or not self.sparse(row):
+        if not row.basis or not self._pays or not self._sparse(row):
             return 0
         room = self._texts.shape[1] - row.count - 1
-        return max(0, min(row.policy.next(costs), room, self._unturned(row)))
+        return max(0, min(row.policy.next(self._costs), room, self._unturned(row)))
+
+    def may_draft(self, row: Row) -> bool:
+        """Whether the row may draft behind the verification that follows this draft."""
+        if not self._pays or not self._sparse(row):
+            return False
+        return bool(row.draft) or row.policy.may_draft(self._costs)
 
     def _unturned(self, row: Row) -> int:
         """Draft tokens that may share a pass with the row's newest token: a pass turns all its
@@ -66,13 +72,17 @@ class Drafter:
             return passes.turn - 1 - row.position
         return 0 if passes.drifts else self._config.draft.tokens
 
-    def sparse(self, row: Row) -> bool:
+    def _sparse(self, row: Row) -> bool:
         """Whether a draft reads less than everything."""
         return not self._config.dense_below_budget or row.keys > self._config.budget
 
     def draft(self, rows: Sequence[Row]) -> None:
-        costs, together = self.costs(rows), self._passes.together
-        wanted = {row.index: self._length(row, costs) for row in rows}
+        """Draft for these rows, each into `draft`."""
+        together, draft = self._passes.together, self._config.draft
+        self._costs = self._estimate(rows)
+        # no row's rate is above the highest
+        self._pays = not draft.adapt or best_length(HIGHEST, draft.tokens, self._costs) > 0
+        wanted = {row.index: self._length(row) for row in rows}
         if together:
             # rows that are done go along, and their positions turn everybody's, too
             least = min(*wanted.values(), *(self._unturned(row) for row in self._rows))
@@ -135,7 +145,7 @@ class Drafter:
 
     def newest(self, row: Row) -> int:
         """The newest token of the row's text; of a row that is done, the padding that follows."""
-        return int(self._texts[row.index, row.count - 1]) if row.done else row.newest
+        return self._pad if row.done and row.count > row.end else row.newest
 
     def count(self, row: Row, kind: StepKind, read: int, cached: int) -> None:
         self.meter.add(row.index, kind, read, cached, len(self._passes.states))

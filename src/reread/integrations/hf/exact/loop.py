@@ -53,6 +53,7 @@ class Loop:
         # columns of the cache before the text begins: of a cache that was given, of embeddings
         self._offset = rows[0].length - rows[0].count
         self.rows, self.prompt = rows, rows[0].count
+        self._written = [row.count for row in rows]
         self.drafter = Drafter(config, passes, rows, texts, chooser, pad)
         self.put: Callable[[int], object] = lambda token: None
 
@@ -100,29 +101,34 @@ class Loop:
 
     def extend(self, row: Row, tokens: Sequence[int]) -> int:
         """Verified tokens, up to the one that ends the row. Returns how many were taken."""
-        texts, first = self._texts[row.index], row.count
-        asked = len(self._ending.others) > 0
-        if not asked:
-            # at once: on a GPU every write is a launch
-            some = tokens[: texts.shape[0] - first]
-            texts[first : first + len(some)] = upload([list(some)], texts.device)[0]
+        before, asked = row.count, len(self._ending.others) > 0
         for token in tokens:
-            if asked:
-                texts[row.count] = token
+            row.fresh.append(token)
             row.count, row.newest = row.count + 1, token
             self.put(token)
             # every criterion is asked for every token, as dense decoding does
             ends = self._ending.by_token(token, row.count)
-            ends |= self._ending.by_text(texts[None, : row.count])
-            full = row.count == texts.shape[0]
+            if asked:
+                self._write(row)
+                ends |= self._ending.by_text(self._texts[row.index, None, : row.count])
+            full = row.count == self._texts.shape[1]
             if ends or full:
                 row.end = row.end or row.count
                 row.done = self._ending.hard or full
             if row.done:
                 break
-        # what was written behind the end is padding, as dense decoding leaves it
-        texts[row.count : first + len(tokens)] = self._pad
-        return row.count - first
+        if self._chooser.reads:
+            self._write(row)
+        return row.count - before
+
+    def _write(self, row: Row) -> None:
+        """Bring the row's text up to date; on a GPU every write is a launch."""
+        if row.fresh:
+            at = self._written[row.index]
+            self._written[row.index] = after = at + len(row.fresh)
+            texts = self._texts
+            texts[row.index, at:after] = upload([row.fresh], texts.device)[0]
+            row.fresh = []
 
     # -- verifying
 
@@ -165,10 +171,7 @@ class Loop:
     def _evidence(self, rows: Sequence[Row]) -> frozenset[int]:
         """Rows that choose again by this verification: those which may draft behind it and whose
         choice is missing or old."""
-        costs, sparse = self.drafter.costs(rows), self.drafter.sparse
-        drafting = [
-            row for row in rows if sparse(row) and (row.draft or row.policy.may_draft(costs))
-        ]
+        drafting = [row for row in rows if self.drafter.may_draft(row)]
         due = [
             row for row in drafting
             if not (row.draft and row.chosen and row.age + len(row.draft) < REUSE)
@@ -213,6 +216,8 @@ class Loop:
             fill: whether the cache goes on to be used, so that rows which ended early need the
                 padding that dense decoding reads behind them.
         """
+        for row in self.rows:
+            self._write(row)
         end = self.width - 1 + self._offset
         for row in self.rows:
             row.length, row.done = min(row.length, end), False

@@ -27,7 +27,7 @@ class Row:
         length: cached columns, all verified; the newest token is not among them.
         count: tokens in the text, prompt and padding included.
         policy: how much it drafts.
-        newest: the last of them that was chosen.
+        newest, fresh: the last token that was chosen; those that the text does not have yet.
         end: tokens of the text when a stopping criterion ended it; 0 before.
         done: whether it takes no more tokens.
         draft: tokens drafted since the latest verification, and for sampling their distributions.
@@ -44,6 +44,7 @@ class Row:
     count: int
     policy: DraftLength
     newest: int = 0
+    fresh: list[int] = field(default_factory=list)
     end: int = 0
     done: bool = False
     draft: list[int] = field(default_factory=list)
@@ -72,11 +73,7 @@ class Row:
         Raises:
             NumericalError: the step's logits were NaN.
         """
-        if math.isnan(chance):
-            raise NumericalError(
-                f"the logits of row {self.index} contain NaN: check weights and dtype (float16 "
-                "overflows)"
-            )
+        require_number(self, chance)
         self.draft.append(int(token))
         self.ends = threshold > 0 and chance <= threshold
 
@@ -89,6 +86,15 @@ class Row:
         self.accepted += min(accepted, taken - 1)
 
 
+def require_number(row: Row, value: float) -> None:
+    """Refuse a row whose logits gave NaN."""
+    if math.isnan(value):
+        raise NumericalError(
+            f"the logits of row {row.index} contain NaN: check weights and dtype (float16 "
+            "overflows)"
+        )
+
+
 class Chooser:
     """How one call of `generate` chooses tokens: its logits processors, greedy or sampling."""
 
@@ -99,7 +105,7 @@ class Chooser:
 
     def _scores(self, logits: Tensor, row: Row, behind: Tensor | Sequence[int]) -> Tensor:
         """logits fp32 [V] as dense decoding of this row's text and `behind` would see them."""
-        if not len(self._processors):
+        if not self.reads:
             return logits
         text = self._texts[row.index, : row.count]
         if len(behind):
@@ -111,9 +117,14 @@ class Chooser:
         return scores[row.index]
 
     @property
+    def reads(self) -> bool:
+        """Whether it reads the rows' texts."""
+        return len(self._processors) > 0
+
+    @property
     def plain(self) -> bool:
         """Whether tokens are the largest logits, so that all rows are looked at together."""
-        return not self._sample and not len(self._processors)
+        return not self._sample and not self.reads
 
     def draft(self, logits: Tensor, rows: Sequence[Row], t: int) -> Tensor:
         """Token t of each row's draft, and how probable its likeliest token was; nothing is read
@@ -149,13 +160,19 @@ class Chooser:
             logits: [N, T, V] of the newest token and the drafted ones; T may be larger.
         """
         if not self.plain:
+            for own, row in zip(logits, rows, strict=True):
+                require_number(row, float(own.max()) if not row.done else 0.0)
             return [self._verify(own, row) for own, row in zip(logits, rows, strict=True)]
+        # one read for both; argmax as dense decoding takes it, ties included
+        best, largest = logits.argmax(dim=-1), logits.amax(dim=-1).amax(dim=-1, keepdim=True)
+        told = torch.stack([largest.double().expand_as(best), best.double()])
         found = []
-        for row, tokens in zip(rows, logits.argmax(dim=-1).tolist(), strict=True):
+        for row, values, tokens in zip(rows, *told.tolist(), strict=True):
+            require_number(row, values[0] if not row.done else 0.0)
             n = next(
                 (i for i, drafted in enumerate(row.draft) if tokens[i] != drafted), len(row.draft)
             )
-            found.append((n, tokens[: n + 1]))
+            found.append((n, [int(token) for token in tokens[: n + 1]]))
         return found
 
     def _verify(self, logits: Tensor, row: Row) -> tuple[int, list[int]]:
