@@ -3,6 +3,7 @@ it gains on a CPU.
 
     python -m benchmarks.exact acceptance            SmolLM2 continues real text
     python -m benchmarks.exact evidence              which queries of a verification choose
+    python -m benchmarks.exact reuse                 for how long a choice serves drafts
     python -m benchmarks.exact speed                 the same, against the faster of two dense arms
     python -m benchmarks.exact needle --model FOLDER --tokens 16384
 
@@ -19,6 +20,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from reread.evaluation import needle, texts
 from reread.evaluation.fidelity import fork, prefill
 from reread.evaluation.provenance import provenance
 from reread.integrations.hf.cache import cache_keyword
+from reread.integrations.hf.exact import loop
 from reread.integrations.hf.load import Loaded, load
 
 KINDS = ("prose", "source", "tables")
@@ -150,6 +153,20 @@ def choosing_by(way: str) -> Iterator[None]:
         verifying._verify, verifying._choose = attend, choose
 
 
+def reuse(args: argparse.Namespace) -> dict[str, Any]:
+    """Sampled text: for how many tokens drafts go on with what was chosen."""
+    loaded, rows = load("smollm2", dtype="float32"), []
+    for kind in KINDS:
+        console.log(f"{kind}: reading")
+        ids, cache = read(loaded, kind, args.context)
+        for tokens in (0, loop.REUSE, 2 * loop.REUSE):
+            with mock.patch.object(loop, "REUSE", tokens):
+                output = generate(loaded, cache, ids, fixed(EXACT.k, 8), args.new, True)
+            rows.append({"text": kind, "reuse": tokens, **figures(output.stats)})
+            console.log(f"{kind}, {tokens}: {rows[-1]['accepted_per_verify']:.2f}")
+    return {"rows": rows, "model": "smollm2", "context": args.context, "new": args.new}
+
+
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Arms in turn, several rounds, medians."""
     loaded, rows = load("smollm2", dtype="float32"), []
@@ -218,10 +235,14 @@ def run_needle(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "model": Path(args.model).name, "tokens": args.tokens}
 
 
-RUNS = {"acceptance": acceptance, "evidence": evidence, "speed": speed, "needle": run_needle}
+RUNS = {
+    "acceptance": acceptance, "evidence": evidence, "reuse": reuse, "speed": speed,
+    "needle": run_needle,
+}  # fmt: skip
 COLUMNS = {
     "acceptance": ("text", "k", "tokens"),
     "evidence": ("text", "queries", "acceptance", "accepted_per_verify"),
+    "reuse": ("text", "reuse", "acceptance", "accepted_per_verify"),
     "speed": ("text", "arm", "tokens_per_s", "speedup", "acceptance"),
     "needle": ("k", "tokens", "acceptance", "accepted_per_verify", "keys_read_share"),
 }
