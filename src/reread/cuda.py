@@ -53,7 +53,8 @@ class Staging:
 def upload(values: list[list[int]], device: torch.device) -> Tensor:
     """An int64 tensor on the device; the host does not wait for it."""
     held = torch.tensor(values)
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
+    held = held.pin_memory() if device.type == "cuda" else held
+    return held.to(device, non_blocking=True)
 
 
 class Told:
