@@ -1,0 +1,118 @@
+"""What differs between vLLM releases, in one place; and which releases are tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import UnsupportedError
+
+TESTED: dict[str, tuple[str, ...]] = {"cpu": ("0.32.0",)}  # by platform
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One request's part of a forward pass, as the runner's input batch has it.
+
+    Attributes:
+        tokens: the request's token ids, prompt and output, by position.
+        prompt: tokens of its prompt; cached: computed before this pass; new: computed in it.
+    """
+
+    name: str
+    tokens: Any
+    prompt: int
+    cached: int
+    new: int
+
+
+def check_release(version: str, platform: str) -> None:
+    """Refuse a vLLM release or a platform that the plug-in was not tested with.
+
+    Args:
+        version: `vllm.__version__`; platform: its `current_platform.device_type`.
+
+    Raises:
+        UnsupportedError: names both, and what is tested.
+    """
+    tested = "; ".join(f"{' or '.join(names)} on {kind}" for kind, names in TESTED.items())
+    if version.split("+")[0] not in TESTED.get(platform, ()):
+        raise UnsupportedError(
+            f"vLLM {version} on platform {platform!r}: reread's plug-in is tested with vLLM "
+            f"{tested} only; install that, or leave `reread` out of the additional config"
+        )
+
+
+def check_installed() -> None:
+    """`check_release` for the vLLM that is imported."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    check_release(vllm.__version__, current_platform.device_type)
+
+
+def batch_rows(runner: Any, scheduled: Mapping[str, int]) -> Iterator[BatchRow]:
+    """The rows of the pass that `runner` (V1) has prepared, in the order of its tokens.
+
+    Args:
+        scheduled: how many tokens each request computes in this pass.
+    """
+    batch = runner.input_batch
+    for i, name in enumerate(batch.req_ids):
+        yield BatchRow(
+            name,
+            batch.token_ids_cpu[i],
+            int(batch.num_prompt_tokens[i]),
+            int(batch.num_computed_tokens_cpu[i]),
+            scheduled[name],
+        )
+
+
+def dropped(scheduler_output: Any) -> tuple[set[str], set[str]]:
+    """Requests that ended (finished or aborted) before this pass, and those that lost their pages
+    (preempted, or resumed from a preemption)."""
+    lost = set(scheduler_output.preempted_req_ids or ())
+    lost |= set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+    return set(scheduler_output.finished_req_ids), lost
+
+
+def logits_of(runner: Any) -> Any:
+    """The logits [rows, vocabulary] of the pass that has just run and is not sampled yet; None
+    where there are none."""
+    state = runner.execute_model_state
+    return None if state is None else state.logits
+
+
+@contextmanager
+def cpu_backend(path: str) -> Iterator[None]:
+    """While a model is built, the attention backend at `path` takes the place of CPU_ATTN; another
+    engine of the same process does not see it."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    # vLLM remembers the class that it chose
+    selector._cached_get_attn_backend.cache_clear()
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """vLLM's attention layers of the model that was built for this config, by name."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    return dict(get_layers_from_vllm_config(vllm_config, Attention))
+
+
+def tokenizer_of(vllm_config: Any) -> Any | None:
+    """The model's tokenizer, None where vLLM was told to do without."""
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(vllm_config.model_config)

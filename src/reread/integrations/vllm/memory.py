@@ -1,0 +1,71 @@
+"""What the state of requests takes, and that vLLM's pool of pages leaves room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...attention import DEFAULT_ROOM
+from ...config import Config
+from ...errors import ConfigError
+
+GIB = 2**30
+
+
+def row_bytes(config: Config, heads: int, kv_heads: int, dim: int, size: int, longest: int) -> int:
+    """The most bytes that one layer remembers of one request.
+
+    Args:
+        heads, kv_heads, dim: of the layer, in this process.
+        size: bytes of a number in the cache.
+        longest: tokens of the longest request.
+    """
+    if config.mode == "dense" or (config.dense_below_budget and config.budget >= longest):
+        return 0
+    interval = config.triggers.t_max
+    room = interval or DEFAULT_ROOM
+    # without an interval the recent part may grow to the end of the text
+    steps = longest if interval is None else interval
+    keys = min(config.budget + steps, longest) + room
+    chosen = min(config.k, longest) * kv_heads * 8
+    tail = 0 if config.triggers.first_step else config.selector.tail_queries * heads * dim * size
+    return 2 * keys * kv_heads * dim * size + chosen + tail
+
+
+def set_aside(
+    config: Config,
+    layers: Sequence[Any],
+    vllm_config: Any,
+    specs: Mapping[str, Any],
+    available: int,
+) -> int:
+    """Bytes to keep free for the state of `max_num_seqs` requests.
+
+    Args:
+        layers: implementations of the sparse layers.
+        specs: vLLM's cache specs of all layers, by name.
+        available: bytes that pages and state share.
+
+    Raises:
+        ConfigError: one request of the greatest length would not fit beside it.
+    """
+    longest = vllm_config.model_config.max_model_len
+    size = vllm_config.model_config.dtype.itemsize
+    one = sum(
+        row_bytes(config, i.num_heads, i.num_kv_heads, i.head_size, size, longest) for i in layers
+    )
+    # while one layer chooses again, its old copy is still there
+    spare = one // max(1, len(layers))
+    most = int(vllm_config.scheduler_config.max_num_seqs)
+    pages = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
+    total = most * one + spare
+    if one and available - total < pages:
+        fits = max(0, (available - pages - spare) // one)
+        least = (pages + one + spare) / GIB
+        advice = f"max_num_seqs={fits} would fit" if fits else f"one needs {least:.2f} GiB"
+        raise ConfigError(
+            f"max_num_seqs={most} is not possible: reread's state of so many requests takes "
+            f"{total / GIB:.2f} GiB ({one / 2**20:.1f} MiB each), one request of {longest} tokens "
+            f"{pages / GIB:.2f} GiB of pages, and there are {available / GIB:.2f} GiB; {advice}"
+        )
+    return total
