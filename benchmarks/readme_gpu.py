@@ -109,10 +109,10 @@ def gpu_prefill() -> str:
     """One layer's prefill attention against the fastest dense arm, and its parts."""
     head = (
         "tokens", "dense, ms", "sparse, ms", "×", "index scores", "top-k", "attention",
-        "keys read", "roofline, dense / sparse",
+        "keys read", "roofline, dense / sparse", "peak, GiB",
     )  # fmt: skip
     rows = []
-    for row in load("gpu_prefill")["layer"]["layer"]:
+    for row in load("gpu_layer")["layer"]["layer"]:
         dense = next(arm for arm in row["dense"] if arm["arm"] == row["fastest_dense"])
         ours, parts = row["sparse"], row["sparse"]["parts"]
         names = ("index_scores_ms", "top_k_ms", "attention_ms")
@@ -125,6 +125,7 @@ def gpu_prefill() -> str:
                 *(f"{parts[name]:.2f}" for name in names),
                 f"{ours['share_read']:.1%}",
                 f"{dense['share_of_matmul']:.2f} / {ours['share_of_floor']:.2f}",
+                f"{ours['peak_bytes'] / 2**30:.2f}",
             )
         )
     return table(head, rows)
