@@ -22,6 +22,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BASELINES := .venv-baselines
 VLLM := .venv-vllm
+VLLM_TESTS ?= vllm
 BIN := $(VENV)/bin
 INSTALL := install --quiet --disable-pip-version-check $(PIP_ARGS)
 PIP := $(BIN)/python -m pip $(INSTALL)
@@ -64,7 +65,7 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 
 # vLLM brings its own torch and transformers, so it shares nothing with the other environments.
 vllm-test: vllm-env
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "$(VLLM_TESTS)" tests/vllm $(PYTEST_ARGS)
 
 vllm-env: $(VLLM)/.installed
 

@@ -17,6 +17,7 @@ from benchmarks.readme_eval import (
     eval_speed,
     gap_parts,
     gap_rows,
+    gap_smollm2,
 )
 from benchmarks.readme_exact import (
     exact_acceptance,
@@ -186,6 +187,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_ttft": gpu_ttft,
     "gap_rows": gap_rows,
     "gap_parts": gap_parts,
+    "gap_smollm2": gap_smollm2,
     "indexed_needle": indexed_needle,
     "indexed_others": indexed_others,
     "indexed_fidelity": indexed_fidelity,

@@ -136,6 +136,18 @@ def gap_rows() -> str:
     return table(head, rows)
 
 
+def gap_smollm2() -> str:
+    """Accuracy of every prefill of a language model, by task."""
+    rows: dict[str, list[str]] = {}
+    tasks = []
+    for row in load("gaps_smollm2")["rows"]:
+        tasks += [row["task"]] if row["task"] not in tasks else []
+        cell = f"{row['accuracy']['all']:.2f} of {sum(row['cases'].values())}"
+        rows.setdefault(row["variant"], []).extend((cell, f"{row['share_read']:.1%}"))
+    head = ("prefill", *(text for task in tasks for text in (task, "keys")))
+    return table(head, [[name, *cells] for name, cells in rows.items()])
+
+
 GAPS = {
     "budget: dense − oracle per query": ("dense", "oracle per query"),
     "indexer: oracle − indexer per query": ("oracle per query", "indexer per query"),

@@ -24,7 +24,9 @@ def test_select_everything_is_stock_on_16_ragged_requests(smollm2: str, engine: 
     assert stats(llm)["fast_steps"] > 200
 
 
-@pytest.mark.parametrize("ask", [{}, SMALL], ids=["default", "small"])
+@pytest.mark.parametrize(
+    "ask", [pytest.param({}, id="default", marks=pytest.mark.slow), pytest.param(SMALL, id="small")]
+)
 def test_tokens_of_the_hugging_face_path(ask: Any, smollm2: str, engine: Start) -> None:
     llm = engine(smollm2, ask)
     prompts = ragged(llm.get_tokenizer(), 3, 100, 1100)
@@ -56,6 +58,7 @@ def test_every_trigger_and_selector_is_the_same(ask: Any, tiny: str, engine: Sta
     assert found == hugging_face(tiny, ask, prompts, 48)
 
 
+@pytest.mark.slow
 def test_sliding_window_layers_keep_their_own(smollm2: str, engine: Start, tmp_path: Path) -> None:
     folder = save_gemma3(tmp_path, smollm2)
     stock = engine(folder, max_num_batched_tokens=64)
@@ -70,6 +73,7 @@ def test_sliding_window_layers_keep_their_own(smollm2: str, engine: Start, tmp_p
     assert found == hugging_face(folder, SMALL, prompts, 40)
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_tokens(tiny: str, engine: Start) -> None:
     eager = engine(tiny, SMALL)
     prompts = ragged(eager.get_tokenizer(), 4, 60, 200)

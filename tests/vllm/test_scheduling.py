@@ -13,7 +13,14 @@ from .engines import SMALL, greedy, ragged, stats, text_ids
 Start = Callable[..., Any]
 TAIL = {**SMALL, "triggers": {"first_step": False}}
 UNSURE = {**SMALL, "triggers": {"uncertainty": 1.0, "t_max": None}}
-ASKS = pytest.mark.parametrize("ask", [SMALL, TAIL, UNSURE], ids=["small", "tail", "unsure"])
+ASKS = pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(SMALL, id="small"),
+        pytest.param(TAIL, id="tail", marks=pytest.mark.slow),
+        pytest.param(UNSURE, id="unsure", marks=pytest.mark.slow),
+    ],
+)
 
 
 @pytest.mark.parametrize("chunk", [16, 37, 256])

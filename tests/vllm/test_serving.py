@@ -135,6 +135,7 @@ def _metrics(server: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tiny: str, tmp_path: Path) -> None:
     """Tensor parallelism: the same tokens and the same steps."""
     results = []
