@@ -236,8 +236,10 @@ def test_interrupted_at_any_moment_and_run_again(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        # some time after the first new line, so that it is work that is interrupted
-        wanted, deadline = before + rng.randrange(1, 12), time.monotonic() + 120
+        # some time after the first new line, so that it is work that is interrupted, and well
+        # before the last, so that the process does not end before the signal arrives
+        left = len(lines(undisturbed)) - before
+        wanted, deadline = before + rng.randrange(1, max(2, left // 3)), time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             file = out / "samples.jsonl"
             if file.exists() and file.read_bytes().count(b"\n") >= wanted:
