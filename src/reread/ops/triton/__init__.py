@@ -2,9 +2,10 @@
 triton."""
 
 from .append import append
-from .decode import Cache, Chosen, Tuning, decode_dense, decode_mixed, decode_sparse
+from .decode import Tuning, decode_dense, decode_mixed, decode_sparse
 from .index import block_topk, index_refusal, index_scores, indexer_topk, on_device
 from .index_decode import choose_keys, frequencies, turn_and_append
+from .inputs import Cache, Chosen
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
 from .verify import VerifyTuning, verify_dense

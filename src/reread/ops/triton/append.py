@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import append_kernels
-from .decode import Cache
+from .inputs import Cache
 
 
 def append(k: Tensor, v: Tensor, kv: Cache, *, norms: Tensor | None = None) -> None:

@@ -18,6 +18,7 @@ from .tiles import (
     FLOOR,
     ROWS,
     combine_slots,
+    head_of,
     load_queries,
     next_piece,
     row_blocks,
@@ -30,12 +31,13 @@ from .tiles import (
 
 @triton.jit
 def dense_run(
-    pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
-    starts, lengths, active, logits, width, low, high, scale2, B,
+    pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, tables, pages, parts,
+    sums, starts, lengths, active, logits, width, low, high, scale2, B,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
-    EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
+    EVIDENCE: tl.constexpr, PAGE: tl.constexpr, WALK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything that program `pid` of `programs` does of the dense work."""
+    """Everything that program `pid` of `programs` does of the dense work; tables: each row's pages,
+    rows `pages` apart."""
     blocks = row_blocks(starts, lengths, active, B, BPAD, BN) * HKV
     ends = tl.cumsum(blocks, 0)
     total = tl.sum(blocks, 0)
@@ -48,8 +50,8 @@ def dense_run(
         first = start + block * BN
         last = tl.minimum(tl.load(lengths + b), first + taken * BN)
         qs = load_queries(q, b, h, G, D, HKV)
-        kb = k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head
-        vb = v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head
+        kb, vb = head_of(k, b, h, k_row, k_head, PAGE), head_of(v, b, h, v_row, v_head, PAGE)
+        table = tables + b.to(tl.int64) * pages
         m = tl.full([ROWS], FLOOR, tl.float32)
         z = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
@@ -61,48 +63,51 @@ def dense_run(
             begin = tl.minimum(tl.maximum(tl.load(low + b), first), last)
             end = tl.minimum(tl.maximum(tl.load(high + b), begin), last)
             m, z, acc = walk_span_with_logits(
-                qs, kb, vb, k_step, v_step, begin, end, scale2, m, z, acc,
-                logits + tile.to(tl.int64) * G * width, width, BN, D, G, PRECISION,
+                qs, kb, vb, k_row, k_step, v_row, v_step, table, begin, end, scale2, m, z, acc,
+                logits + tile.to(tl.int64) * G * width, width, BN, D, G, PAGE, WALK, PRECISION,
             )  # fmt: skip
             mj, lj = m, z
             m, z, acc = walk_span(
-                qs, kb, vb, k_step, v_step, first, begin, scale2, m, z, acc, BN, D, PRECISION
-            )
+                qs, kb, vb, k_row, k_step, v_row, v_step, table, first, begin, scale2, m, z, acc,
+                BN, D, PAGE, WALK, PRECISION,
+            )  # fmt: skip
             m, z, acc = walk_span(
-                qs, kb, vb, k_step, v_step, end, last, scale2, m, z, acc, BN, D, PRECISION
-            )
+                qs, kb, vb, k_row, k_step, v_row, v_step, table, end, last, scale2, m, z, acc,
+                BN, D, PAGE, WALK, PRECISION,
+            )  # fmt: skip
         else:
             m, z, acc = walk_span(
-                qs, kb, vb, k_step, v_step, first, last, scale2, m, z, acc, BN, D, PRECISION
-            )
+                qs, kb, vb, k_row, k_step, v_row, v_step, table, first, last, scale2, m, z, acc,
+                BN, D, PAGE, WALK, PRECISION,
+            )  # fmt: skip
         save_partial(parts, sums, pid + tile, m, z, acc, mj, lj, G, D, EVIDENCE)
         work += taken
 
 
 @triton.jit
 def dense_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, tables, pages, parts, sums,
     starts, lengths, active, logits, width, low, high, scale2, B,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
-    EVIDENCE: tl.constexpr, PRECISION: tl.constexpr,
+    EVIDENCE: tl.constexpr, PAGE: tl.constexpr, WALK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dense rows alone: the whole grid shares the pieces of the active rows."""
     dense_run(
         tl.program_id(0), tl.num_programs(0), q, k, v, k_row, k_head, k_step, v_row, v_head,
-        v_step, parts, sums,
+        v_step, tables, pages, parts, sums,
         starts, lengths, active, logits, width, low, high, scale2, B,
-        HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
+        HKV, G, D, BPAD, BN, EVIDENCE, PAGE, WALK, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def mixed_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
-    starts, lengths, slow, logits, width, low, high, window, chosen, counts, K, sink, scale2,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, tables, pages, out, parts, sums,
+    starts, lengths, slow, logits, width, low, high, window, chosen, counts, lanes, K, sink, scale2,
     B, programs, splits,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BPAD: tl.constexpr, BN: tl.constexpr,
-    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EVIDENCE: tl.constexpr, DIRECT: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr,
+    PAGE: tl.constexpr, WALK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Slow rows by the first `programs` programs, fast rows by the others.
 
@@ -111,9 +116,9 @@ def mixed_kernel(
     pid = tl.program_id(0)
     if pid < programs:
         dense_run(
-            pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, parts, sums,
-            starts, lengths, slow, logits, width, low, high, scale2, B,
-            HKV, G, D, BPAD, BN, EVIDENCE, PRECISION,
+            pid, programs, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, tables, pages,
+            parts, sums, starts, lengths, slow, logits, width, low, high, scale2, B,
+            HKV, G, D, BPAD, BN, EVIDENCE, PAGE, WALK, PRECISION,
         )  # fmt: skip
     else:
         tile = (pid - programs) // splits
@@ -121,9 +126,10 @@ def mixed_kernel(
         slots = (programs + B * HKV).to(tl.int64)
         sparse_piece(
             tile, (pid - programs) % splits, splits, on, q, k, v, k_row, k_head, k_step,
-            v_row, v_head, v_step, out, parts + slots * (G * D), sums + slots * (4 * ROWS),
-            starts, lengths, window, chosen, counts, K, sink, scale2, q, q,
-            HKV, G, D, BN, DIRECT, False, SHARED, STAGES, PRECISION,
+            v_row, v_head, v_step, tables, pages, out, parts + slots * (G * D),
+            sums + slots * (4 * ROWS),
+            starts, lengths, window, chosen, counts, lanes, K, sink, scale2, q, q,
+            HKV, G, D, BN, DIRECT, False, SHARED, LANES, PAGE, STAGES, PRECISION,
         )  # fmt: skip
 
 

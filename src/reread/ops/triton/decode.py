@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from . import attend, sparse
+from .inputs import Allowed, Cache, Chosen
 from .workspace import Workspace, check
 
 LOG2_E = math.log2(math.e)
@@ -42,48 +43,6 @@ class Tuning:
 DENSE = Tuning(stages=4)
 SPARSE = Tuning(block=0, stages=5)
 MIXED = Tuning()
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What fast rows read, all int32 on the device.
-
-    Attributes:
-        indices: [B, Hkv, K] ascending, padded behind `counts`; [B, 1, K] where all KV heads of a
-            row share them.
-        counts: [B, Hkv] or [B, 1].
-        window_start: [B] first position of the recent window.
-        sink: first positions of a row that are always read.
-    """
-
-    indices: Tensor
-    counts: Tensor
-    window_start: Tensor
-    sink: int
-
-    @property
-    def shared(self) -> bool:
-        """Whether all KV heads of a row have one list."""
-        return self.indices.shape[1] == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """Keys and values [B, Hkv, L, D] with each row's valid span, starts and lengths int32 [B] on
-    the device."""
-
-    k: Tensor
-    v: Tensor
-    starts: Tensor
-    lengths: Tensor
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Row, head and position strides of keys, then of values."""
-        return (*self.k.stride()[:3], *self.v.stride()[:3])
-
-
-Allowed = tuple[Tensor, Tensor]
 
 
 def decode_dense(
@@ -115,11 +74,12 @@ def decode_dense(
     shape = _shape(q, kv)
     low, high = allowed or (kv.starts, kv.starts)
     evidence = allowed is not None
-    work.require(q, kv.k, programs, 1, evidence)
+    work.require(q, kv.k, programs, 1, evidence * kv.width)
     attend.dense_kernel[(programs,)](
-        q, kv.k, kv.v, *kv.strides, work.parts, work.sums, kv.starts, kv.lengths,
-        on, work.logits, kv.k.shape[2], low, high, scale * LOG2_E, q.shape[0], **shape,
-        BN=tuning.block, EVIDENCE=evidence, PRECISION=precision(q),
+        q, kv.k, kv.v, *kv.strides, *kv.paging, work.parts, work.sums, kv.starts, kv.lengths,
+        on, work.logits, kv.width, low, high, scale * LOG2_E, q.shape[0], **shape,
+        BN=tuning.block, EVIDENCE=evidence, PAGE=kv.page, WALK=_walk(kv, stages),
+        PRECISION=precision(q),
         num_warps=tuning.warps, num_stages=stages,
     )  # fmt: skip
     _combine(q, kv, out, work, on, programs, 1, tuning.block, evidence, dense=True, sparse=False)
@@ -152,18 +112,21 @@ def decode_sparse(
     on = work.always[: q.shape[0]] if active is None else active
     tiles = q.shape[0] * kv.k.shape[1]
     splits = tuning.splits or work.max_splits
+    assert new is None or kv.tables is None, "new keys go into a contiguous cache"
     block = tuning.block or sparse_block(chosen.indices.shape[2], splits)
     shape = _shape(q, kv)
     del shape["BPAD"]
-    work.require(q, kv.k, 0, splits, evidence=False)
+    work.require(q, kv.k, 0, splits, evidence=0)
     k_new, v_new = new or (kv.k[:, :, 0], kv.v[:, :, 0])
     assert k_new.stride(2) == v_new.stride(2) == 1
     sparse.sparse_kernel[(tiles * splits,)](
-        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, on,
-        chosen.window_start, chosen.indices, chosen.counts, chosen.indices.shape[2], chosen.sink,
+        q, kv.k, kv.v, *kv.strides, *kv.paging, out, work.parts, work.sums, kv.starts, kv.lengths,
+        on, chosen.window_start, chosen.indices, chosen.counts, _lanes(chosen),
+        chosen.indices.shape[2], chosen.sink,
         scale * LOG2_E, splits, k_new, v_new, *k_new.stride()[:2], *v_new.stride()[:2],
         **shape, BN=block, DIRECT=splits == 1, NEW=new is not None,
-        SHARED=chosen.shared, STAGES=tuning.stages,
+        SHARED=chosen.shared, LANES=chosen.lanes is not None, PAGE=kv.page,
+        STAGES=_deep(kv, tuning.stages),
         PRECISION=precision(q), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     if splits > 1:
@@ -198,18 +161,35 @@ def decode_mixed(
     block = tuning.block or 64
     low, high = allowed or (kv.starts, kv.starts)
     evidence = allowed is not None
-    work.require(q, kv.k, programs, splits, evidence)
+    work.require(q, kv.k, programs, splits, evidence * kv.width)
     attend.mixed_kernel[(programs + tiles * splits,)](
-        q, kv.k, kv.v, *kv.strides, out, work.parts, work.sums, kv.starts, kv.lengths, slow,
-        work.logits, kv.k.shape[2], low, high, chosen.window_start, chosen.indices, chosen.counts,
-        chosen.indices.shape[2], chosen.sink, scale * LOG2_E, q.shape[0], programs, splits,
-        **_shape(q, kv), BN=block, EVIDENCE=evidence, DIRECT=splits == 1,
-        SHARED=chosen.shared, STAGES=2 * tuning.stages - 1, PRECISION=precision(q),
+        q, kv.k, kv.v, *kv.strides, *kv.paging, out, work.parts, work.sums, kv.starts, kv.lengths,
+        slow, work.logits, kv.width, low, high, chosen.window_start, chosen.indices, chosen.counts,
+        _lanes(chosen), chosen.indices.shape[2], chosen.sink, scale * LOG2_E, q.shape[0], programs,
+        splits, **_shape(q, kv), BN=block, EVIDENCE=evidence, DIRECT=splits == 1,
+        SHARED=chosen.shared, LANES=chosen.lanes is not None, PAGE=kv.page,
+        WALK=_walk(kv, tuning.stages), STAGES=_deep(kv, 2 * tuning.stages - 1),
+        PRECISION=precision(q),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     sparse = splits > 1
     _combine(q, kv, out, work, slow, programs, splits, block, evidence, dense=True, sparse=sparse)
     return out
+
+
+def _lanes(chosen: Chosen) -> Tensor:
+    return chosen.counts if chosen.lanes is None else chosen.lanes
+
+
+def _walk(kv: Cache, stages: int) -> int:
+    """Stages of a loop over positions in order."""
+    # a load whose address was loaded takes two stages for one of distance
+    return stages if kv.tables is None else 2 * stages - 1
+
+
+def _deep(kv: Cache, stages: int) -> int:
+    """Stages of a loop over chosen positions, `stages` of which suffice in a contiguous cache."""
+    return stages if kv.tables is None else stages + 1
 
 
 def _shape(q: Tensor, kv: Cache) -> dict[str, int]:

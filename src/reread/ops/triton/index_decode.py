@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from . import index_decode_kernels
-from .decode import Allowed
+from .inputs import Allowed
 from .selection import Plan, top_k
 from .workspace import CHUNK, Workspace
 

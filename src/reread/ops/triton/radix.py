@@ -183,22 +183,26 @@ def listed_before(keys, places, members, cut, origin, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_kernel(
-    scores, hists, cursors, cuts, tallies, keys, places, indices, counts, pitch, low, high,
+    scores, hists, cursors, cuts, tallies, keys, places, indices, counts, lanes, pitch, low, high,
     active, k,
     HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the survivors in ascending order, -1 behind them, and leave histogram and cursor at
-    zero for the next call."""
+    zero for the next call. LANES: row b's go to the lists of lanes[b]."""
     head = tl.program_id(1)
     b = head // HKV
     if tl.load(active + b) == 0:
         return
     begin, end = tl.load(low + b), tl.load(high + b)
     chunk = tl.program_id(0)
-    indices += head.to(tl.int64) * k
+    to = head
+    if LANES:
+        to = tl.load(lanes + b) * HKV + head % HKV
+    indices += to.to(tl.int64) * k
     total = tl.maximum(tl.minimum(k, end - begin), 0)
     if chunk == 0:
-        tl.store(counts + head, total)
+        tl.store(counts + to, total)
         tl.store(cursors + head, 0)
         tl.store(hists + head * COARSE + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
     # the padding is shared out among the chunks

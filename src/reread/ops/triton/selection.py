@@ -11,7 +11,7 @@ from torch import Tensor
 from ...config import SelectorConfig, SoftNMS, Span
 from ...errors import UnsupportedError
 from . import radix, score
-from .decode import Allowed, Cache
+from .inputs import Allowed, Cache
 from .workspace import CHUNK, Workspace
 
 
@@ -57,7 +57,7 @@ def evidence(
     Returns:
         fp32 [B, Hkv, L], zero outside J: a view of the workspace, good until the next call.
     """
-    rows, kv_heads, width = kv.k.shape[:3]
+    rows, kv_heads, width = allowed[0].shape[0], kv.k.shape[1], kv.width
     on = work.always[:rows] if active is None else active
     mass = work.mass.view(-1)[: rows * kv_heads * width].view(rows, kv_heads, width)
     score.evidence_kernel[(triton.cdiv(width, CHUNK), rows * kv_heads)](
@@ -78,6 +78,7 @@ def refresh(
     indices: Tensor,
     counts: Tensor,
     norms: Tensor | None = None,
+    lanes: Tensor | None = None,
 ) -> None:
     """`evidence` and `select` in one: the same positions, and no mass is written where there is no
     prior.
@@ -85,18 +86,21 @@ def refresh(
     Args:
         heads: query heads. allowed: as in the attention call before this one. active: int32 [B],
             which of that call's dense rows choose again. The others as for `select`.
+        lanes: int32 [B], which of the lists in `indices` and `counts` is a row's, as in `Chosen`;
+            not with a prior.
     """
     if config.lambda_clip > 0:
+        assert lanes is None
         mass = evidence(kv, work=work, allowed=allowed, active=active, heads=heads)
         select(
             mass, *allowed, config,
             work=work, indices=indices, counts=counts, active=active, norms=norms,
         )  # fmt: skip
         return
-    rows, kv_heads, width = kv.k.shape[:3]
+    rows, kv_heads, width = allowed[0].shape[0], kv.k.shape[1], kv.width
     plan = _plan((rows, kv_heads, width), config, allowed, active, work)
     _scores(work.logits, heads // kv_heads, None, plan, config, work)
-    top_k(plan, work, indices, counts)
+    top_k(plan, work, indices, counts, lanes=lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +206,16 @@ def _cross_heads(plan: Plan, config: SelectorConfig, work: Workspace) -> None:
 
 
 def top_k(
-    plan: Plan, work: Workspace, indices: Tensor, counts: Tensor, *, wide: bool = False
+    plan: Plan,
+    work: Workspace,
+    indices: Tensor,
+    counts: Tensor,
+    *,
+    wide: bool = False,
+    lanes: Tensor | None = None,
 ) -> None:
-    """The K largest of `work.scores`, whose first count is made; wide: with wide bins."""
+    """The K largest of `work.scores`, whose first count is made; wide: with wide bins; lanes: as
+    for `refresh`."""
     assert indices.is_contiguous()
     assert counts.is_contiguous()
     shared = (work.scores, work.hists, work.cursors, work.cuts, work.tallies, *work.members)
@@ -212,4 +223,5 @@ def top_k(
     fixed = {"HKV": plan.kv_heads, "CHUNKS": work.chunks, "BLOCK": CHUNK, "num_warps": 8}
     fixed["WIDE"] = wide
     radix.list_kernel[plan.grid](*shared, *tail, **fixed)
-    radix.gather_kernel[plan.grid](*shared, indices, counts, *tail, **fixed)
+    to = (indices, counts, counts if lanes is None else lanes)
+    radix.gather_kernel[plan.grid](*shared, *to, *tail, **fixed, LANES=lanes is not None)

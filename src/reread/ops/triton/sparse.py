@@ -10,6 +10,7 @@ from .tiles import (
     FLOOR,
     ROWS,
     absorb,
+    head_of,
     load_queries,
     logits_of,
     save_partial,
@@ -19,18 +20,19 @@ from .tiles import (
 
 @triton.jit
 def sparse_piece(
-    tile, split, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out,
-    parts, sums,
-    starts, lengths, window, chosen, counts, K, sink, scale2, k_new, v_new,
+    tile, split, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, tables, pages,
+    out, parts, sums,
+    starts, lengths, window, chosen, counts, lanes, K, sink, scale2, k_new, v_new,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, NEW: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, NEW: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Split `split` of `splits` of one tile; DIRECT (a single split) writes the output, otherwise
     a partial. NEW: the newest position is at k_new and v_new, not in the cache; split 0 has it.
-    SHARED: all KV heads of a row have one list."""
+    SHARED: all KV heads of a row have one list; LANES: a row's lists are those of lanes[b]."""
     b, h = tile // HKV, tile % HKV
-    which = b if SHARED else tile
+    owner = tl.load(lanes + b) if LANES else b
+    which = owner if SHARED else owner * HKV + h
     # loaded before the branch, so that these loads overlap
     start, recent, length = tl.load(starts + b), tl.load(window + b), tl.load(lengths + b)
     count = tl.load(counts + which)
@@ -56,15 +58,17 @@ def sparse_piece(
             vv = tl.load(v_new + at, mask=one[:, None], other=0.0)
             m, z, acc = absorb(logits_of(qs, kk, one, scale2, PRECISION), vv, m, z, acc, PRECISION)
         m, z, acc = walk_list(
-            qs, k + b.to(tl.int64) * k_row + h.to(tl.int64) * k_head,
-            v + b.to(tl.int64) * v_row + h.to(tl.int64) * v_head, k_step, v_step,
+            qs, head_of(k, b, h, k_row, k_head, PAGE), head_of(v, b, h, v_row, v_head, PAGE),
+            k_row, k_step, v_row, v_step, tables + b.to(tl.int64) * pages,
             chosen + which.to(tl.int64) * K, start, sinks, count, recent, first, last, scale2,
-            m, z, acc, BN, D, STAGES, PRECISION,
+            m, z, acc, BN, D, PAGE, STAGES, PRECISION,
         )  # fmt: skip
         if DIRECT:
             g, d = tl.arange(0, ROWS), tl.arange(0, D)
             to = out + tile.to(tl.int64) * (G * D) + g[:, None] * D + d[None, :]
-            tl.store(to, (acc / z[:, None]).to(out.dtype.element_ty), mask=(g < G)[:, None])
+            # a row that is padding reads nothing
+            whole = acc / tl.where(z > 0, z, 1.0)[:, None]
+            tl.store(to, whole.to(out.dtype.element_ty), mask=(g < G)[:, None])
         else:
             slot = tile * splits
             save_partial(parts, sums, slot + split, m, z, acc, m, z, G, D, False)
@@ -72,12 +76,12 @@ def sparse_piece(
 
 @triton.jit
 def sparse_kernel(
-    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, out, parts, sums,
-    starts, lengths, active, window, chosen, counts, K, sink, scale2, splits,
+    q, k, v, k_row, k_head, k_step, v_row, v_head, v_step, tables, pages, out, parts, sums,
+    starts, lengths, active, window, chosen, counts, lanes, K, sink, scale2, splits,
     k_new, v_new, k_new_row, k_new_head, v_new_row, v_new_head,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    DIRECT: tl.constexpr, NEW: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, NEW: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sparse rows alone: `splits` programs for each row and KV head.
 
@@ -92,9 +96,9 @@ def sparse_kernel(
     v_new += b * v_new_row + h * v_new_head
     sparse_piece(
         tile, pid % splits, splits, on, q, k, v, k_row, k_head, k_step, v_row, v_head, v_step,
-        out, parts, sums,
-        starts, lengths, window, chosen, counts, K, sink, scale2, k_new, v_new,
-        HKV, G, D, BN, DIRECT, NEW, SHARED, STAGES, PRECISION,
+        tables, pages, out, parts, sums,
+        starts, lengths, window, chosen, counts, lanes, K, sink, scale2, k_new, v_new,
+        HKV, G, D, BN, DIRECT, NEW, SHARED, LANES, PAGE, STAGES, PRECISION,
     )  # fmt: skip
     if NEW:
         d = tl.arange(0, D)

@@ -46,35 +46,58 @@ def absorb(t, vv, m, z, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def head_of(x, b, h, row, head, PAGE: tl.constexpr):
+    """Where head h of row b begins in keys or values x; of paged ones (PAGE positions a page),
+    where it begins in page 0."""
+    base = x + h.to(tl.int64) * head
+    if PAGE == 0:
+        base += b.to(tl.int64) * row
+    return base
+
+
+@triton.jit
+def places_of(at, keep, table, page_row, step, PAGE: tl.constexpr):
+    """Offsets of positions `at` from there; table: the row's pages in order, `page_row` apart."""
+    if PAGE:
+        page = tl.load(table + at // PAGE, mask=keep, other=0).to(tl.int64)
+        return page * page_row + (at % PAGE).to(tl.int64) * step
+    return at.to(tl.int64) * step
+
+
+@triton.jit
 def walk_span(
-    qs, k, v, k_step, v_step, first, last, scale2, m, z, acc,
-    BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    qs, k, v, k_row, k_step, v_row, v_step, table, first, last, scale2, m, z, acc,
+    BN: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions [first, last) of one head; k and v point at its position 0."""
+    """Attend to positions [first, last) of one head; k and v point at its position 0, or page 0."""
     d, lane = tl.arange(0, D), tl.arange(0, BN)
-    for n in range(first, last, BN):
+    for n in tl.range(first, last, BN, num_stages=STAGES):
         at = n + lane
         keep = at < last
-        where = at.to(tl.int64)
-        kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
-        vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
+        to_k = places_of(at, keep, table, k_row, k_step, PAGE)
+        to_v = places_of(at, keep, table, v_row, v_step, PAGE)
+        kk = tl.load(k + to_k[:, None] + d[None, :], mask=keep[:, None], other=0.0)
+        vv = tl.load(v + to_v[:, None] + d[None, :], mask=keep[:, None], other=0.0)
         m, z, acc = absorb(logits_of(qs, kk, keep, scale2, PRECISION), vv, m, z, acc, PRECISION)
     return m, z, acc
 
 
 @triton.jit
 def walk_span_with_logits(
-    qs, k, v, k_step, v_step, first, last, scale2, m, z, acc, logits, width,
-    BN: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PRECISION: tl.constexpr,
+    qs, k, v, k_row, k_step, v_row, v_step, table, first, last, scale2, m, z, acc, logits, width,
+    BN: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`walk_span` that also stores the logits (fp32, rows `width` apart)."""
     d, lane, g = tl.arange(0, D), tl.arange(0, BN), tl.arange(0, ROWS)
-    for n in range(first, last, BN):
+    for n in tl.range(first, last, BN, num_stages=STAGES):
         at = n + lane
         keep = at < last
-        where = at.to(tl.int64)
-        kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
-        vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
+        to_k = places_of(at, keep, table, k_row, k_step, PAGE)
+        to_v = places_of(at, keep, table, v_row, v_step, PAGE)
+        kk = tl.load(k + to_k[:, None] + d[None, :], mask=keep[:, None], other=0.0)
+        vv = tl.load(v + to_v[:, None] + d[None, :], mask=keep[:, None], other=0.0)
         t = logits_of(qs, kk, keep, scale2, PRECISION)
         store = keep[None, :] & (g < G)[:, None]
         tl.store(logits + g[:, None].to(tl.int64) * width + at[None, :], t, mask=store)
@@ -84,8 +107,10 @@ def walk_span_with_logits(
 
 @triton.jit
 def walk_list(
-    qs, k, v, k_step, v_step, chosen, start, sinks, count, window, first, last, scale2, m, z, acc,
-    BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    qs, k, v, k_row, k_step, v_row, v_step, table, chosen, start, sinks, count, window, first, last,
+    scale2, m, z, acc,
+    BN: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to entries [first, last) of the list sink | chosen | recent of one head, straight
     from the full cache.
@@ -101,9 +126,10 @@ def walk_list(
         keep = i < last
         picked = tl.load(chosen + i - sinks, mask=(i >= sinks) & (i < fixed) & keep, other=0)
         at = tl.where(i < sinks, start + i, tl.where(i < fixed, picked, window + i - fixed))
-        where = at.to(tl.int64)
-        kk = tl.load(k + where[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
-        vv = tl.load(v + where[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
+        to_k = places_of(at, keep, table, k_row, k_step, PAGE)
+        to_v = places_of(at, keep, table, v_row, v_step, PAGE)
+        kk = tl.load(k + to_k[:, None] + d[None, :], mask=keep[:, None], other=0.0)
+        vv = tl.load(v + to_v[:, None] + d[None, :], mask=keep[:, None], other=0.0)
         m, z, acc = absorb(logits_of(qs, kk, keep, scale2, PRECISION), vv, m, z, acc, PRECISION)
     return m, z, acc
 

@@ -20,7 +20,8 @@ import triton
 from torch import Tensor
 
 from . import verify_kernels
-from .decode import LOG2_E, Allowed, Cache, precision
+from .decode import LOG2_E, precision
+from .inputs import Allowed, Cache
 from .workspace import MAX_TILE, Workspace, check
 
 FP32_TILE = 16  # as MAX_TILE: exact fp32 products run without the matrix units, out of registers
@@ -115,12 +116,12 @@ def _pass(
     tuned = resolve(tuning, shape["M"], q.shape[3], q.dtype, work.programs, evidence)
     programs = tuned.programs
     low, high, asked = ask or (kv.starts, kv.starts, kv.starts)
-    work.require_queries(q, kv.k, programs, evidence)
+    work.require_queries(q, kv.k, programs, evidence * kv.width)
     shape["BPAD"] = triton.next_power_of_2(q.shape[0])
     shape["BN"] = tuned.block
     verify_kernels.verify_kernel[(programs,)](
         q, *q.stride()[:3], kv.k, kv.v, *kv.strides, work.query_parts, work.query_sums, kv.starts,
-        lengths, on, low, high, asked, work.logits, kv.k.shape[2], scale * LOG2_E, q.shape[0],
+        lengths, on, low, high, asked, work.logits, kv.width, scale * LOG2_E, q.shape[0],
         **shape, EVIDENCE=evidence, APART=tuned.apart == 1, PRECISION=precision(q),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...types import KVView, Selection
-from . import decode, selection, verify
+from . import decode, inputs, selection, verify
 from .workspace import Workspace
 
 
@@ -38,7 +38,7 @@ def decode_sparse(
     scale: float,
 ) -> Tensor:
     """See `ops.decode_sparse`."""
-    picked = decode.Chosen(
+    picked = inputs.Chosen(
         chosen.indices.contiguous(), chosen.counts.contiguous(), _int32(window_start, q), sink
     )
     work = _workspace(q, kv, evidence=False)
@@ -67,7 +67,7 @@ def verify_dense(
     return out, torch.stack(masses, dim=2)
 
 
-def _cache(kv: KVView) -> decode.Cache:
+def _cache(kv: KVView) -> inputs.Cache:
     if kv.valid is not None:
         raise UnsupportedError("the Triton kernels do not cover holes in the cache (valid)")
     if kv.v.shape != kv.k.shape:
@@ -75,7 +75,7 @@ def _cache(kv: KVView) -> decode.Cache:
             f"the Triton kernels do not cover values {tuple(kv.v.shape)} of another shape than the "
             f"keys {tuple(kv.k.shape)}"
         )
-    return decode.Cache(kv.k, kv.v, _int32(kv.starts, kv.k), _int32(kv.lengths, kv.k))
+    return inputs.Cache(kv.k, kv.v, _int32(kv.starts, kv.k), _int32(kv.lengths, kv.k))
 
 
 def _workspace(q: Tensor, kv: KVView, *, evidence: bool, queries: int = 0) -> Workspace:

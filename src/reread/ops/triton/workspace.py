@@ -129,9 +129,9 @@ class Workspace:
         self.query_parts = self._fp32(slots, min(self.queries * group, MAX_TILE), self.dim)
         self.query_sums = self._fp32(slots, 4, MAX_TILE)
 
-    def require(self, q: Tensor, k: Tensor, programs: int, splits: int, evidence: bool) -> None:
+    def require(self, q: Tensor, k: Tensor, programs: int, splits: int, evidence: int) -> None:
         """Our own callers must have sized this for what they run: kernels do not check their
-        stores."""
+        stores. evidence: positions of a row that leave it; 0: none do."""
         rows, heads, dim = q.shape
         tiles = rows * k.shape[1]
         assert programs + tiles + tiles * splits <= self.parts.shape[0], (programs, splits)
@@ -140,9 +140,9 @@ class Workspace:
         assert rows <= self.rows
         assert heads <= self.heads
         assert k.shape[1] <= self.kv_heads
-        assert not evidence or (self.evidence and k.shape[2] <= self.capacity)
+        assert not evidence or (self.evidence and evidence <= self.capacity)
 
-    def require_queries(self, q: Tensor, k: Tensor, programs: int, evidence: bool) -> None:
+    def require_queries(self, q: Tensor, k: Tensor, programs: int, evidence: int) -> None:
         """As `require`, for q [B, H, T, D]."""
         self.require(q[:, :, 0], k, 0, 0, evidence)
         assert q.shape[2] <= self.queries, (q.shape, self.queries)
