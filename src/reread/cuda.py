@@ -57,30 +57,45 @@ def upload(values: list[list[int]], device: torch.device) -> Tensor:
     return held.to(device, non_blocking=True)
 
 
+class Telling:
+    """A tensor on its way from the device to the host, which need not wait for it."""
+
+    def __init__(self, values: Tensor) -> None:
+        """values: of any shape; they may change afterwards."""
+        self._done: torch.cuda.Event | None = None
+        if not values.is_cuda:
+            self._held = values.clone()
+            return
+        self._held = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._held.copy_(values, non_blocking=True)
+        self._done = new_event()
+        self._done.record()
+
+    @property
+    def there(self) -> bool:
+        """Whether `get` need not wait."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def get(self) -> Any:
+        """The values as lists; waits for them alone."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._held.tolist()
+
+
 class Told:
     """Device to host, read later: what each of some steps tells, so that the host may run ahead."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: list[tuple[Tensor, torch.cuda.Event | None]] = []
+    def __init__(self) -> None:
+        self._held: list[Telling] = []
 
     def put(self, values: Tensor) -> None:
         """Values of the next step, of any shape; they may change afterwards."""
-        if self._device.type != "cuda":
-            self._held.append((values.clone(), None))
-            return
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        pinned.copy_(values, non_blocking=True)
-        done = new_event()
-        done.record()
-        self._held.append((pinned, done))
+        self._held.append(Telling(values))
 
     def get(self, step: int) -> Any:
         """What step `step` told, as lists; waits for that step and no other."""
-        values, done = self._held[step]
-        if done is not None:
-            done.synchronize()
-        return values.tolist()
+        return self._held[step].get()
 
 
 def free_memory(device: torch.device) -> int:

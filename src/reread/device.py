@@ -267,21 +267,8 @@ class Arena:
         allowed, dense = (self.field("low"), self.field("high")), self.field("dense")
         if shape is StepShape.SLOW:
             return kernels.decode_dense(q, kv, scale=scale, work=work, allowed=allowed)
-        if self.lanes.overlap != "rows":
-            return kernels.decode_mixed(
-                q, kv, chosen, dense, scale=scale, work=work, allowed=allowed
-            )
-        out = torch.empty_like(q)
-        with self.lanes.beside():
-            kernels.decode_dense(
-                q, kv, scale=scale, work=work, active=dense, allowed=allowed, out=out
-            )
-        kernels.decode_sparse(
-            q, kv, chosen, scale=scale, work=self.lanes.fast_work, active=self.field("fast"),
-            out=out,
-        )  # fmt: skip
-        self.lanes.join()
-        return out
+        kinds, out = (dense, self.field("fast")), torch.empty_like(q)
+        return self.lanes.attend(q, kv, chosen, kinds, allowed, scale=scale, work=work, out=out)
 
     def _choose(self, layer: int, kv: Cache, heads: int, work: Workspace) -> None:
         from .ops.triton import refresh

@@ -12,7 +12,9 @@ import torch
 from .cuda import new_event, new_stream
 
 if TYPE_CHECKING:
-    from .ops.triton import Workspace
+    from torch import Tensor
+
+    from .ops.triton import Cache, Chosen, Workspace
 
 Overlap = Literal["none", "refresh", "rows"]
 DEFAULT_OVERLAP: Overlap = "rows"
@@ -30,11 +32,16 @@ class Lanes:
     """
 
     def __init__(
-        self, overlap: Overlap, device: torch.device, workspace: Callable[[bool], Workspace]
+        self,
+        overlap: Overlap,
+        device: torch.device,
+        workspace: Callable[[bool], Workspace],
+        *,
+        ring: int = RING,
     ) -> None:
-        """workspace: makes one, with or without what a Selector needs."""
+        """workspace: makes one, with or without what a Selector needs; ring: how many with."""
         self.overlap: Overlap = overlap if device.type == "cuda" else "none"
-        self.works = [workspace(True) for _ in range(RING if self.overlap != "none" else 1)]
+        self.works = [workspace(True) for _ in range(ring if self.overlap != "none" else 1)]
         self.fast_work = workspace(False) if self.overlap == "rows" else self.works[0]
         self._device = device
         if self.overlap != "none":
@@ -76,6 +83,39 @@ class Lanes:
     def join(self) -> None:
         """Wait for what ran `beside`."""
         torch.cuda.current_stream(self._device).wait_stream(self._dense)
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: Cache,
+        chosen: Chosen,
+        kinds: tuple[Tensor, Tensor],
+        allowed: tuple[Tensor, Tensor],
+        *,
+        scale: float,
+        work: Workspace,
+        out: Tensor,
+    ) -> Tensor:
+        """Each row its own kind: dense rows leave their evidence in `work`.
+
+        Args:
+            kinds: int32 [B] each, which rows are dense and which are fast; a row may be neither.
+            The others as for `ops.triton.decode_mixed`.
+        """
+        from .ops import triton as kernels
+
+        dense, fast = kinds
+        if self.overlap != "rows":
+            return kernels.decode_mixed(
+                q, kv, chosen, dense, scale=scale, work=work, allowed=allowed, out=out
+            )
+        with self.beside():
+            kernels.decode_dense(
+                q, kv, scale=scale, work=work, active=dense, allowed=allowed, out=out
+            )
+        kernels.decode_sparse(q, kv, chosen, scale=scale, work=self.fast_work, active=fast, out=out)
+        self.join()
+        return out
 
     def later(self, choose: Callable[[], None]) -> None:
         """Run a Selector on the latest workspace: under the next layers, or at once."""

@@ -14,7 +14,7 @@ import pytest
 from reread.config import Config
 from reread.errors import ConfigError, UnsupportedError
 from reread.integrations.vllm.compat import check_release
-from reread.integrations.vllm.options import check_engine, parse
+from reread.integrations.vllm.options import check_engine, check_platform, parse
 from reread.integrations.vllm.serve import serve_command
 
 Start = Callable[..., Any]
@@ -105,12 +105,30 @@ def test_kinds_of_model_it_does_not_cover(changes: Any, named: str) -> None:
         cache_config=SimpleNamespace(sliding_window=None),
     )
     with pytest.raises(UnsupportedError, match=named):
-        check_engine(config, Config())
+        check_engine(config, Config(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "named"),
+    [
+        ("cpu", {"backend": "triton"}, "backend='triton'"),
+        ("cpu", {"runner": "graph"}, "runner='graph'"),
+        ("cuda", {"backend": "reference"}, "backend='reference'"),
+        ("cuda", {"runner": "eager"}, "enforce_eager"),
+        ("cuda", {"lambda_clip": 0.1}, "lambda_clip=0.1"),
+        ("cuda", {"first_step": False}, "first_step=False"),
+    ],
+)
+def test_what_a_platform_lacks_is_named(platform: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        check_platform(Config().updated(changes), platform)
+    check_platform(Config(), platform)
 
 
 def test_another_release_names_the_tested_ones() -> None:
     check_release("0.32.0+cpu", "cpu")
-    for version, platform in (("0.31.0", "cpu"), ("0.32.0", "cuda")):
+    check_release("0.25.1", "cuda")
+    for version, platform in (("0.31.0", "cpu"), ("0.32.0", "cuda"), ("0.25.1", "cpu")):
         with pytest.raises(UnsupportedError, match=r"0\.32\.0 on cpu"):
             check_release(version, platform)
 

@@ -75,7 +75,7 @@ def _cycles(bench: Bench, graphs: StepGraphs, size: int, chooses: bool) -> None:
     """
     device = graphs.arena.device
     for _ in range(CYCLES):
-        told = Told(device)
+        told = Told()
         ids = upload([[7 + row] for row in range(bench.rows)], device)
         places = upload([[bench.context - size]] * bench.rows, device)
         for age in range(size - 1):

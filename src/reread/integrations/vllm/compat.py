@@ -9,7 +9,8 @@ from typing import Any
 
 from ...errors import UnsupportedError
 
-TESTED: dict[str, tuple[str, ...]] = {"cpu": ("0.32.0",)}  # by platform
+# by platform
+TESTED: dict[str, tuple[str, ...]] = {"cpu": ("0.32.0",), "cuda": ("0.25.1",)}
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -46,12 +47,14 @@ def check_release(version: str, platform: str) -> None:
         )
 
 
-def check_installed() -> None:
-    """`check_release` for the vLLM that is imported."""
+def check_installed() -> str:
+    """`check_release` for the vLLM that is imported; its platform, "cpu" or "cuda"."""
     import vllm
     from vllm.platforms import current_platform
 
-    check_release(vllm.__version__, current_platform.device_type)
+    kind = str(current_platform.device_type)
+    check_release(vllm.__version__, kind)
+    return kind
 
 
 def batch_rows(runner: Any, scheduled: Mapping[str, int]) -> Iterator[BatchRow]:
@@ -87,19 +90,20 @@ def logits_of(runner: Any) -> Any:
 
 
 @contextmanager
-def cpu_backend(path: str) -> Iterator[None]:
-    """While a model is built, the attention backend at `path` takes the place of CPU_ATTN; another
-    engine of the same process does not see it."""
+def backend_override(name: str, path: str) -> Iterator[None]:
+    """While a model is built, the attention backend at `path` takes the place of vLLM's backend
+    `name`; another engine of the same process does not see it."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    backend = AttentionBackendEnum[name]
     # vLLM remembers the class that it chose
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    register_backend(backend, path)
     try:
         yield
     finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        backend.clear_override()
         selector._cached_get_attn_backend.cache_clear()
 
 

@@ -57,15 +57,34 @@ def set_aside(
     # while one layer chooses again, its old copy is still there
     spare = one // max(1, len(layers))
     most = int(vllm_config.scheduler_config.max_num_seqs)
-    pages = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
     total = most * one + spare
-    if one and available - total < pages:
-        fits = max(0, (available - pages - spare) // one)
-        least = (pages + one + spare) / GIB
-        advice = f"max_num_seqs={fits} would fit" if fits else f"one needs {least:.2f} GiB"
-        raise ConfigError(
-            f"max_num_seqs={most} is not possible: reread's state of so many requests takes "
-            f"{total / GIB:.2f} GiB ({one / 2**20:.1f} MiB each), one request of {longest} tokens "
-            f"{pages / GIB:.2f} GiB of pages, and there are {available / GIB:.2f} GiB; {advice}"
-        )
+    check_room(total, one, vllm_config, specs, available)
     return total
+
+
+def check_room(
+    total: int, one: int, vllm_config: Any, specs: Mapping[str, Any], available: int
+) -> None:
+    """Refuse state that leaves no room for pages.
+
+    Args:
+        total: bytes of the state of `max_num_seqs` requests; one: of one of them.
+        specs, available: as for `set_aside`.
+
+    Raises:
+        ConfigError: one request of the greatest length would not fit beside it.
+    """
+    longest = vllm_config.model_config.max_model_len
+    most = int(vllm_config.scheduler_config.max_num_seqs)
+    pages = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
+    if not one or available - total >= pages:
+        return
+    spare = total - most * one
+    fits = max(0, (available - pages - spare) // one)
+    least = (pages + one + spare) / GIB
+    advice = f"max_num_seqs={fits} would fit" if fits else f"one needs {least:.2f} GiB"
+    raise ConfigError(
+        f"max_num_seqs={most} is not possible: reread's state of so many requests takes "
+        f"{total / GIB:.2f} GiB ({one / 2**20:.1f} MiB each), one request of {longest} tokens "
+        f"{pages / GIB:.2f} GiB of pages, and there are {available / GIB:.2f} GiB; {advice}"
+    )

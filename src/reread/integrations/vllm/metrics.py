@@ -13,10 +13,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...types import StepKind
 from .requests import Registry
+
+if TYPE_CHECKING:
+    from .lanes import LaneRegistry
 
 FOLDER_VARIABLE = "REREAD_VLLM_COUNTS"
 _FOLDERS: list[Path] = []  # of the engines that this process started
@@ -43,7 +46,7 @@ class Counts:
     state_bytes: float = 0.0
 
     @classmethod
-    def of(cls, registry: Registry, layers: int) -> Counts:
+    def of(cls, registry: Registry | LaneRegistry, layers: int) -> Counts:
         """layers: how many are sparse."""
         meter = registry.meter
         steps = {kind: meter.runs[0][kind] / max(1, layers) for kind in StepKind}

@@ -10,8 +10,14 @@ from ...config import Config
 from ...errors import ConfigError, UnsupportedError
 
 KEY = "reread"
-WORKER = "reread.integrations.vllm.worker.RereadCPUWorker"
-SCHEDULER = "reread.integrations.vllm.scheduler.RereadScheduler"
+PACKAGE = "reread.integrations.vllm"
+WORKERS = {
+    "cpu": f"{PACKAGE}.cpu_worker.RereadCPUWorker",
+    "cuda": f"{PACKAGE}.gpu_worker.RereadGPUWorker",
+}
+SCHEDULER = f"{PACKAGE}.scheduler.RereadScheduler"
+ASYNC_SCHEDULER = f"{PACKAGE}.scheduler.RereadAsyncScheduler"
+MAX_SEQS = 64  # requests at once on a GPU
 
 
 def asked_for(additional: Any) -> bool:
@@ -59,17 +65,42 @@ def check_config(config: Config) -> None:
         raise UnsupportedError(
             f"prefill={config.prefill.chooser!r} is not supported inside vLLM: leave it None"
         )
-    if config.backend == "triton":
-        raise UnsupportedError("backend='triton' needs a GPU: 'auto' or 'reference' on the CPU")
-    if config.runner == "graph":
-        raise UnsupportedError("runner='graph' needs a GPU: 'auto' or 'eager' on the CPU")
 
 
-def check_engine(vllm_config: Any, config: Config) -> None:
+def check_platform(config: Config, platform: str) -> None:
+    """Refuse what the plug-in does not do on this platform, "cpu" or "cuda".
+
+    Raises:
+        UnsupportedError: names the value and what would be right.
+    """
+    if platform == "cpu":
+        if config.backend == "triton":
+            raise UnsupportedError("backend='triton' needs a GPU: 'auto' or 'reference' on the CPU")
+        if config.runner == "graph":
+            raise UnsupportedError("runner='graph' needs a GPU: 'auto' or 'eager' on the CPU")
+        return
+    if config.backend == "reference":
+        raise UnsupportedError("backend='reference' is not supported in vLLM on a GPU: 'auto'")
+    if config.runner != "auto":
+        raise UnsupportedError(
+            f"runner={config.runner!r} is not supported in vLLM on a GPU: 'auto'; vLLM's own "
+            "enforce_eager says whether steps are graphs"
+        )
+    if config.selector.lambda_clip > 0:
+        raise UnsupportedError(
+            f"selector.lambda_clip={config.selector.lambda_clip} needs the keys' norms, which "
+            "vLLM's pages do not hold: 0 on a GPU"
+        )
+    if not config.triggers.first_step and config.mode == "slow-fast":
+        raise UnsupportedError("triggers.first_step=False is not supported in vLLM on a GPU: True")
+
+
+def check_engine(vllm_config: Any, config: Config, platform: str) -> None:
     """Refuse an engine whose model, cache or parallelism the plug-in does not cover.
 
     Args:
         vllm_config: vLLM's own, complete; nothing is loaded yet.
+        platform: "cpu" or "cuda".
 
     Raises:
         UnsupportedError: names the value and what would be right.
@@ -82,8 +113,23 @@ def check_engine(vllm_config: Any, config: Config) -> None:
             f"speculative decoding ({vllm_config.speculative_config.method}) is not supported with "
             "reread: leave speculative_config unset"
         )
-    if vllm_config.scheduler_config.async_scheduling:
-        raise UnsupportedError("async_scheduling=True is not supported with reread: False")
+    if platform == "cuda":
+        _check_gpu(vllm_config)
+    elif vllm_config.scheduler_config.async_scheduling:
+        raise UnsupportedError("async_scheduling=True is not supported with reread on a CPU: False")
+
+
+def _check_gpu(vllm_config: Any) -> None:
+    most = int(vllm_config.scheduler_config.max_num_seqs)
+    if most > MAX_SEQS:
+        raise UnsupportedError(
+            f"max_num_seqs={most} is not supported with reread on a GPU: at most {MAX_SEQS}"
+        )
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name != "FLASH_ATTN":
+        raise UnsupportedError(
+            f"attention backend {backend.name} is not supported with reread: FLASH_ATTN, or unset"
+        )
 
 
 def _check_model(vllm_config: Any) -> None:

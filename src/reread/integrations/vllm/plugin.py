@@ -12,7 +12,18 @@ from ...config import Config
 from ...errors import UnsupportedError
 from .compat import RUNNER_VARIABLE, check_installed
 from .metrics import expose
-from .options import KEY, SCHEDULER, WORKER, asked_for, check_config, check_engine, parse
+from .options import (
+    ASYNC_SCHEDULER,
+    KEY,
+    MAX_SEQS,
+    SCHEDULER,
+    WORKERS,
+    asked_for,
+    check_config,
+    check_engine,
+    check_platform,
+    parse,
+)
 
 _MARK = "_reread_asks"
 _SET: set[str] = set()  # environment variables that we set
@@ -34,12 +45,13 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
         if not asked_for(self.additional_config):
             _undo()
             return original(self, *args, **kwargs)
-        check_installed()
+        platform = check_installed()
         config = parse(self.additional_config[KEY])
         check_config(config)
-        prepare(self)
+        check_platform(config, platform)
+        prepare(self, platform)
         vllm_config = original(self, *args, **kwargs)
-        check_engine(vllm_config, config)
+        check_engine(vllm_config, config, platform)
         _note(config)
         expose()
         return vllm_config
@@ -48,13 +60,26 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def prepare(arguments: Any) -> None:
+def prepare(arguments: Any, platform: str) -> None:
     """Set what the plug-in needs of vLLM's engine arguments.
+
+    Args:
+        platform: "cpu" or "cuda".
 
     Raises:
         UnsupportedError: the user set one of them to something else.
     """
-    wanted = {"worker_cls": ("auto", WORKER), "scheduler_cls": (None, SCHEDULER)}
+    if platform == "cpu" and arguments.async_scheduling:
+        raise UnsupportedError(
+            "async_scheduling=True is not supported with reread on a CPU: leave it unset"
+        )
+    if arguments.async_scheduling is None:
+        # which scheduler is ours to say, so vLLM cannot decide it later
+        arguments.async_scheduling = platform == "cuda"
+    if platform == "cuda" and arguments.max_num_seqs is None:
+        arguments.max_num_seqs = MAX_SEQS
+    scheduler = ASYNC_SCHEDULER if arguments.async_scheduling else SCHEDULER
+    wanted = {"worker_cls": ("auto", WORKERS[platform]), "scheduler_cls": (None, scheduler)}
     for name, (default, ours) in wanted.items():
         if getattr(arguments, name) not in (default, ours):
             raise UnsupportedError(
@@ -62,9 +87,6 @@ def prepare(arguments: Any) -> None:
                 f"own: leave it at {default!r}"
             )
         setattr(arguments, name, ours)
-    if arguments.async_scheduling:
-        raise UnsupportedError("async_scheduling=True is not supported with reread: leave it unset")
-    arguments.async_scheduling = False
     if os.environ.get(RUNNER_VARIABLE, "0") != "0":
         raise UnsupportedError(
             f"{RUNNER_VARIABLE}={os.environ[RUNNER_VARIABLE]} is not supported with reread: 0"

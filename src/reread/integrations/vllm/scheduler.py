@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from .options import config_of
 
 
-class RereadScheduler(Scheduler):  # type: ignore[misc]  # vLLM is absent where types are checked
+class _PromptsOnly:
     """Caches pages of prompts only, and recomputes the queries that the first selection needs.
 
     A generated token's keys come from sparse steps, a prompt token's from dense attention. Were a
@@ -21,14 +22,23 @@ class RereadScheduler(Scheduler):  # type: ignore[misc]  # vLLM is absent where 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = config_of(self.vllm_config)
+        config = config_of(self.vllm_config)  # type: ignore[attr-defined]  # the Scheduler's
         if config.mode == "dense":
             return
-        coordinator = self.kv_cache_manager.coordinator
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]  # the Scheduler's
+        coordinator = manager.coordinator
         coordinator.cache_blocks = functools.partial(_prompt_only, coordinator.cache_blocks)
         if not config.triggers.first_step:
             spare = config.selector.tail_queries
-            limit_hits(self.kv_cache_manager, spare)
+            limit_hits(manager, spare)
+
+
+class RereadScheduler(_PromptsOnly, Scheduler):  # type: ignore[misc]  # vLLM is absent where types are checked
+    """For engines that wait for each step's tokens."""
+
+
+class RereadAsyncScheduler(_PromptsOnly, AsyncScheduler):  # type: ignore[misc]  # vLLM is absent where types are checked
+    """For engines that prepare the next step before they know this one's tokens."""
 
 
 def _prompt_only(original: Callable[[Any, int], None], request: Any, tokens: int) -> None:

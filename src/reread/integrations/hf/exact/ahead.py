@@ -45,7 +45,7 @@ class Ahead:
     def begin(self, newest: dict[Row, int], chooser: Chooser, device: torch.device) -> None:
         """newest: the token behind which each row drafts."""
         rows = self._steps.rows
-        self._chooser, self._told = chooser, Told(device)
+        self._chooser, self._told = chooser, Told()
         self._ids = upload([[newest.get(row, 0)] for row in rows], device)
         self._places = upload([[row.length - row.shift] for row in rows], device)
 

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from ...errors import UnsupportedError
+from .checks import check_layer
 from .compat import attention_layers
 from .pages import write
 from .requests import Registry
@@ -66,22 +66,7 @@ class RereadImpl(CPUAttentionBackendImpl):  # type: ignore[misc]  # vLLM is abse
         self.sparse = self.attn_type == AttentionType.DECODER and self.sliding_window == -1
         self.registry: Registry | None = None
         if self.sparse:
-            self._check()
-
-    def _check(self) -> None:
-        terms = {
-            "ALiBi slopes": self.alibi_slopes is not None,
-            f"a soft cap of its logits ({self.logits_soft_cap})": bool(self.logits_soft_cap),
-            "learned attention sinks": self.sinks is not None,
-            "keys shared with another layer": self.kv_sharing_target_layer_name is not None,
-            f"a cache in {self.kv_cache_dtype}": self.is_fp8_kv_cache,
-        }
-        for term, found in terms.items():
-            if found:
-                raise UnsupportedError(
-                    f"a full-attention layer has {term}, which reread does not cover: run this "
-                    "model without it"
-                )
+            check_layer(self, quantised=self.is_fp8_kv_cache)
 
     def do_kv_cache_update(
         self,

@@ -1,0 +1,205 @@
+"""The attention backend that takes the place of vLLM's FLASH_ATTN. Prompts, and layers that are
+not full attention over a decoder's own text, keep FlashAttention; decode rows of the others are
+ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from .checks import check_layer
+from .compat import attention_layers
+from .lanes import LaneRegistry, Pass, Replay
+
+
+class RereadFlashBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is absent where types are checked
+    """vLLM's FlashAttention backend with another implementation of decode steps."""
+
+    @staticmethod
+    def get_impl_cls() -> type[RereadFlashImpl]:
+        return RereadFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RereadFlashBuilder]:
+        return RereadFlashBuilder
+
+
+@dataclass
+class RereadFlashMetadata(FlashAttentionMetadata):  # type: ignore[misc]  # vLLM is absent where types are checked
+    """Of a group of layers that are ours.
+
+    Attributes:
+        decodes: rows at the front of the batch with one token each, which our kernels attend.
+        prompts: of the rows behind them, for FlashAttention; None where there are none.
+        replays: steps that rows behind them take one after the other.
+    """
+
+    decodes: int = 0
+    prompts: FlashAttentionMetadata | None = None
+    replays: tuple[Replay, ...] = ()
+
+
+class RereadFlashBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is absent where types are checked
+    """Called once a pass for each group of layers, when the batch is arranged: the place to plan
+    the pass."""
+
+    reorder_batch_threshold = 1  # rows of one token go to the front
+    supports_update_block_table = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        if _full(kv_cache_spec):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return support
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layers = attention_layers(self.vllm_config)
+        impls = [layers[name].impl for name in self.layer_names if name in layers]
+        ours = {i.registry for i in impls if isinstance(i, RereadFlashImpl) and i.sparse}
+        assert len(ours) < 2, "one worker has one registry"
+        self._registry: LaneRegistry | None = next(iter(ours), None)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return self._registry is None and bool(super().use_cascade_attention(*args, **kwargs))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        given = common_attn_metadata
+        if self._registry is None:
+            return super().build(common_prefix_len, given, fast_build)
+        served = self._registry.plan()
+        if served is None:
+            # a pass that serves nobody: vLLM captures or warms up
+            self._registry.arena.tell([], self._registry.tokens())
+            served = Pass(given.num_reqs, given.num_reqs if given.max_query_len == 1 else 0)
+        if served.decodes == served.rows:
+            return _ours(given, given.num_reqs)  # with those that are padding
+        prompts = super().build(0, _behind(given, served.decodes), fast_build)
+        return _ours(given, served.decodes, prompts, served.replays)
+
+
+def _full(spec: Any) -> bool:
+    return isinstance(spec, FullAttentionSpec) and spec.sliding_window is None
+
+
+def _ours(
+    given: Any,
+    decodes: int,
+    prompts: FlashAttentionMetadata | None = None,
+    replays: tuple[Replay, ...] = (),
+) -> RereadFlashMetadata:
+    base = {
+        "num_actual_tokens": given.num_actual_tokens,
+        "max_query_len": given.max_query_len,
+        "query_start_loc": given.query_start_loc,
+        "max_seq_len": given.max_seq_len,
+        "seq_lens": given.seq_lens,
+        "block_table": given.block_table_tensor,
+        "slot_mapping": given.slot_mapping,
+        "use_cascade": False,
+        "common_prefix_len": 0,
+        "cu_prefix_query_lens": None,
+        "prefix_kv_lens": None,
+        "suffix_kv_lens": None,
+    }
+    return RereadFlashMetadata(**base, decodes=decodes, prompts=prompts, replays=replays)
+
+
+def _behind(given: Any, rows: int) -> Any:
+    """What is left of a batch without its first `rows` rows of one token each."""
+    if rows == 0:
+        return given
+    whole = given.num_reqs
+    per_row = {
+        field.name: value[rows:]
+        for field in fields(CommonAttentionMetadata)
+        if isinstance(value := getattr(given, field.name), Tensor)
+        and value.dim() > 0
+        and value.shape[0] == whole
+        and field.name not in ("slot_mapping", "positions")
+    }
+    per_token = {"slot_mapping": given.slot_mapping[rows:]}
+    if given.positions is not None:
+        per_token["positions"] = given.positions[rows:]
+    return given.replace(
+        **per_row,
+        **per_token,
+        query_start_loc=given.query_start_loc[rows:] - rows,
+        query_start_loc_cpu=given.query_start_loc_cpu[rows:] - rows,
+        num_reqs=whole - rows,
+        num_actual_tokens=given.num_actual_tokens - rows,
+    )
+
+
+class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is absent where types are checked
+    """One layer's attention; made when the model is built, before weights load.
+
+    Attributes:
+        sparse: whether the layer is ours.
+        registry: the worker's, set once the model is there; None: nothing runs yet.
+
+    Raises:
+        UnsupportedError: a full-attention layer with a term that the ops do not know.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sparse = self.attn_type == AttentionType.DECODER and self.sliding_window == (-1, -1)
+        self.registry: LaneRegistry | None = None
+        if self.sparse:
+            check_layer(self, quantised="fp8" in str(self.kv_cache_dtype))
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(attn_metadata, RereadFlashMetadata):
+            given = layer, query, key, value, kv_cache, attn_metadata, output
+            result: Tensor = super().forward(*given, *args, **kwargs)
+            return result
+        plan, n = attn_metadata, attn_metadata.decodes
+        assert self.registry is not None, "the worker hands its registry over after loading"
+        if plan.prompts is not None:
+            rest = query[n:], key[n:], value[n:], kv_cache, plan.prompts, output[n:]
+            super().forward(layer, *rest, *args, **kwargs)
+        # [pages, 2, size, Hkv, D]: each as [pages, Hkv, size, D]
+        k, v = kv_cache.unbind(1)
+        pages, name = (k.transpose(1, 2), v.transpose(1, 2)), str(layer.layer_name)
+        arena = self.registry.arena
+        if n:
+            arena.attend(
+                name, query[:n].contiguous(), pages, plan.block_table[:n], output[:n], self.scale
+            )
+        for replay in plan.replays:
+            table = plan.block_table[replay.row : replay.row + 1]
+            for i, board in enumerate(replay.boards):
+                at = slice(replay.first + i, replay.first + i + 1)
+                q = query[at].contiguous()
+                arena.attend(name, q, pages, table, output[at], self.scale, board)
+        return output
