@@ -86,7 +86,7 @@ def selector_pieces(bench: Bench, k: int = 512) -> Iterator[Record]:
 
     def both(_: int) -> None:
         selection._scores(work.logits, group, None, plan, config, work)
-        selection._top_k(plan, work, indices, counts)
+        selection.top_k(plan, work, indices, counts)
 
     steps: dict[str, Callable[[int], object]] = {
         "both": both,

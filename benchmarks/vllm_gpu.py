@@ -42,7 +42,30 @@ ARMS: dict[str, dict[str, Any]] = {
         "additional_config": {"reread": {"preset": "default"}},
     },
 }
-ENTRY = "[vllm.general_plugins]\nreread = reread.integrations.vllm.plugin:register\n"
+ENTRY = """[vllm.general_plugins]
+reread = reread.integrations.vllm.plugin:register
+reread_bench_weights = benchmarks.vllm_gpu:register_weights
+"""
+WEIGHTS = "reread_random"
+SPREAD = 0.02  # standard deviation of the weights, as models of these families start from
+
+
+def register_weights() -> None:
+    """A load format that draws the weights. vLLM's "dummy" makes them so small that every key gets
+    the same attention: no real text does that, and choosing among ties takes long."""
+    import torch
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class RandomLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is absent where types are checked
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.normal_(0.0, SPREAD)
+
+    register_model_loader(WEIGHTS)(RandomLoader)
 
 
 def make_model(folder: Path, shape: str) -> None:
@@ -72,7 +95,7 @@ def surroundings(folder: Path) -> dict[str, str]:
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reread-entry\nVersion: 0\n")
     (info / "entry_points.txt").write_text(ENTRY)
-    paths = [str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -88,7 +111,7 @@ def run_arm(args: argparse.Namespace) -> None:
 
     began = time.perf_counter()
     llm = LLM(
-        args.model, load_format="dummy", max_model_len=max(n for _, n in args.cells) + 512,
+        args.model, load_format=WEIGHTS, max_model_len=max(n for _, n in args.cells) + 512,
         max_num_seqs=max(rows for rows, _ in args.cells), gpu_memory_utilization=0.92, seed=0,
         **ARMS[args.arm],
     )  # fmt: skip

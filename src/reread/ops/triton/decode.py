@@ -111,7 +111,7 @@ def decode_sparse(
     out = torch.empty_like(q) if out is None else out
     on = work.always[: q.shape[0]] if active is None else active
     tiles = q.shape[0] * kv.k.shape[1]
-    splits = tuning.splits or work.max_splits
+    splits = tuning.splits or work.splits(tiles)
     assert new is None or kv.tables is None, "new keys go into a contiguous cache"
     block = tuning.block or sparse_block(chosen.indices.shape[2], splits)
     shape = _shape(q, kv)
@@ -156,7 +156,7 @@ def decode_mixed(
     out = torch.empty_like(q) if out is None else out
     tiles = q.shape[0] * kv.k.shape[1]
     # dense and sparse programs share the SMs, so each kind gets one an SM
-    splits = tuning.splits or max(1, work.max_splits // 2)
+    splits = tuning.splits or max(1, work.splits(tiles) // 2)
     programs = tuning.programs or work.programs
     block = tuning.block or 64
     low, high = allowed or (kv.starts, kv.starts)
@@ -189,7 +189,7 @@ def _walk(kv: Cache, stages: int) -> int:
 
 def _deep(kv: Cache, stages: int) -> int:
     """Stages of a loop over chosen positions, `stages` of which suffice in a contiguous cache."""
-    return stages if kv.tables is None else stages + 1
+    return stages if kv.tables is None else stages + 2
 
 
 def _shape(q: Tensor, kv: Cache) -> dict[str, int]:

@@ -82,6 +82,32 @@ def count_coarse(hists, head, z, keep):
 
 
 @triton.jit
+def chunks_of(low, high, active, B, BPAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each row: its first chunk of J, and how many; at least one of a row that is on, none of
+    one that is off. int32 [BPAD] each."""
+    rows = tl.arange(0, BPAD)
+    real = rows < B
+    on = real & (tl.load(active + rows, mask=real, other=0) != 0)
+    first = tl.load(low + rows, mask=on, other=0) // BLOCK
+    last = (tl.load(high + rows, mask=on, other=0) + BLOCK - 1) // BLOCK
+    return first, tl.where(on, tl.maximum(last - first, 1), 0)
+
+
+@triton.jit
+def chunk_at(item, first, count, HKV: tl.constexpr, BPAD: tl.constexpr):
+    """The chunk at place `item` of a flat list of (row, KV head, chunk): row * HKV + head, and
+    which; first and count: of `chunks_of`."""
+    rows = tl.arange(0, BPAD)
+    ends = tl.cumsum(count, 0) * HKV
+    b = tl.sum((ends <= item).to(tl.int32), 0)
+    mine = rows == b
+    per_head = tl.sum(tl.where(mine, count, 0), 0)
+    local = item - tl.sum(tl.where(rows < b, count, 0), 0) * HKV
+    chunk = tl.sum(tl.where(mine, first, 0), 0) + local % per_head
+    return b * HKV + local // per_head, chunk
+
+
+@triton.jit
 def coarse_kernel(scores, hists, pitch, low, high, active, HKV: tl.constexpr, BLOCK: tl.constexpr):
     """`count_coarse` alone, where the kernel that writes the scores sees several heads at once."""
     head = tl.program_id(1)
@@ -96,41 +122,52 @@ def coarse_kernel(scores, hists, pitch, low, high, active, HKV: tl.constexpr, BL
 
 
 @triton.jit
-def list_kernel(
-    scores, hists, cursors, cuts, tallies, keys, places, pitch, low, high, active, k,
+def list_piece(
+    head, chunk, scores, hists, cursors, cuts, tallies, keys, places, pitch, low, high, k,
     HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head of `list_kernel`."""
+    begin, end = tl.load(low + head // HKV), tl.load(high + head // HKV)
+    origin = chunk * BLOCK
+    row = head.to(tl.int64) * pitch
+    at = origin + tl.arange(0, BLOCK)
+    keep = (at >= begin) & (at < end)
+    z = tl.load(scores + row + at, mask=keep, other=0.0)
+    counts = tl.load(hists + head * COARSE + tl.arange(0, COARSE))
+    found, wanted = threshold_bin(counts, tl.minimum(k, end - begin))
+    # every program of a head notes the same
+    tl.store(cuts + head * 2, found)
+    tl.store(cuts + head * 2 + 1, wanted)
+    bins = bin_of(z, WIDE)
+    member = keep & (bins == found)
+    above = tl.sum((keep & (bins > found)).to(tl.int32), 0)
+    members = tl.sum(member.to(tl.int32), 0)
+    if members > 0:
+        slot = tl.atomic_add(cursors + head, members, sem="relaxed")
+        slot += tl.cumsum(member.to(tl.int32), 0) - 1
+        tl.store(keys + row + slot, ordered(z), mask=member)
+        tl.store(places + row + slot, at, mask=member)
+    # an empty J may begin behind the last chunk there is room for
+    tl.store(tallies + head * (2 * CHUNKS) + chunk, above, mask=begin < end)
+    tl.store(tallies + head * (2 * CHUNKS) + CHUNKS + chunk, members, mask=begin < end)
+
+
+@triton.jit
+def list_kernel(
+    scores, hists, cursors, cuts, tallies, keys, places, pitch, low, high, active, k, B,
+    BPAD: tl.constexpr, HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The boundary bin and how many of it are wanted (cuts [.., 2]), its members (keys, places),
     and per chunk how many lie above it and in it (tallies [.., 2, CHUNKS])."""
-    head = tl.program_id(1)
-    b = head // HKV
-    if tl.load(active + b) == 0:
-        return
-    begin, end = tl.load(low + b), tl.load(high + b)
-    chunk = tl.program_id(0)
-    origin = chunk * BLOCK
-    above, members = 0, 0
-    if (origin < end) & (origin + BLOCK > begin):
-        row = head.to(tl.int64) * pitch
-        at = origin + tl.arange(0, BLOCK)
-        keep = (at >= begin) & (at < end)
-        z = tl.load(scores + row + at, mask=keep, other=0.0)
-        counts = tl.load(hists + head * COARSE + tl.arange(0, COARSE))
-        found, wanted = threshold_bin(counts, tl.minimum(k, end - begin))
-        # every program of a head notes the same
-        tl.store(cuts + head * 2, found)
-        tl.store(cuts + head * 2 + 1, wanted)
-        bins = bin_of(z, WIDE)
-        member = keep & (bins == found)
-        above = tl.sum((keep & (bins > found)).to(tl.int32), 0)
-        members = tl.sum(member.to(tl.int32), 0)
-        if members > 0:
-            slot = tl.atomic_add(cursors + head, members, sem="relaxed")
-            slot += tl.cumsum(member.to(tl.int32), 0) - 1
-            tl.store(keys + row + slot, ordered(z), mask=member)
-            tl.store(places + row + slot, at, mask=member)
-    tl.store(tallies + head * (2 * CHUNKS) + chunk, above)
-    tl.store(tallies + head * (2 * CHUNKS) + CHUNKS + chunk, members)
+    first, count = chunks_of(low, high, active, B, BPAD, BLOCK)
+    total = tl.sum(count, 0) * HKV
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        head, chunk = chunk_at(item, first, count, HKV, BPAD)
+        list_piece(
+            head, chunk, scores, hists, cursors, cuts, tallies, keys, places, pitch, low, high, k,
+            HKV, CHUNKS, BLOCK, WIDE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -182,51 +219,59 @@ def listed_before(keys, places, members, cut, origin, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def write_chosen(
+    chunk, scores, keys, places, indices, cuts, tallies, begin, end,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The survivors of one chunk, all pointers those of its head: none where it has none."""
+    lane = tl.arange(0, CHUNKS)
+    mine = (lane >= begin // BLOCK) & (lane * BLOCK < end)
+    aboves = tl.load(tallies + lane, mask=mine, other=0)
+    listed = tl.load(tallies + CHUNKS + lane, mask=mine, other=0)
+    if tl.sum(tl.where(lane == chunk, aboves + listed, 0), 0) > 0:
+        origin, members = chunk * BLOCK, tl.sum(listed, 0)
+        at = origin + tl.arange(0, BLOCK)
+        keep = (at >= begin) & (at < end)
+        key = ordered(tl.load(scores + at, mask=keep, other=0.0))
+        found, wanted = tl.load(cuts), tl.load(cuts + 1)
+        cut, wanted = boundary_key(keys, members, found, wanted, BLOCK, WIDE)
+        above_before, ties_before = listed_before(keys, places, members, cut, origin, BLOCK)
+        above_before += tl.sum(tl.where(lane < chunk, aboves, 0), 0)
+        tie = keep & (key == cut)
+        taken = tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= wanted)
+        chosen = (keep & (key > cut)) | taken
+        slot = above_before + tl.minimum(ties_before, wanted)
+        slot += tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(indices + slot, at, mask=chosen)
+
+
+@triton.jit
 def gather_kernel(
     scores, hists, cursors, cuts, tallies, keys, places, indices, counts, lanes, pitch, low, high,
-    active, k,
-    HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    LANES: tl.constexpr,
+    active, k, B,
+    BPAD: tl.constexpr, HKV: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the survivors in ascending order, -1 behind them, and leave histogram and cursor at
     zero for the next call. LANES: row b's go to the lists of lanes[b]."""
-    head = tl.program_id(1)
-    b = head // HKV
-    if tl.load(active + b) == 0:
-        return
-    begin, end = tl.load(low + b), tl.load(high + b)
-    chunk = tl.program_id(0)
-    to = head
-    if LANES:
-        to = tl.load(lanes + b) * HKV + head % HKV
-    indices += to.to(tl.int64) * k
-    total = tl.maximum(tl.minimum(k, end - begin), 0)
-    if chunk == 0:
-        tl.store(counts + to, total)
-        tl.store(cursors + head, 0)
-        tl.store(hists + head * COARSE + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
-    # the padding is shared out among the chunks
-    for i in range(chunk * BLOCK, k, tl.num_programs(0) * BLOCK):
-        slot = i + tl.arange(0, BLOCK)
-        tl.store(indices + slot, -1, mask=(slot >= total) & (slot < k))
-    lane = tl.arange(0, CHUNKS)
-    tallies += head * (2 * CHUNKS)
-    aboves = tl.load(tallies + lane, mask=lane < tl.num_programs(0), other=0)
-    listed = tl.load(tallies + CHUNKS + lane, mask=lane < tl.num_programs(0), other=0)
-    if tl.sum(tl.where(lane == chunk, aboves + listed, 0), 0) == 0:
-        return
-    keys += head.to(tl.int64) * pitch
-    places += head.to(tl.int64) * pitch
-    origin, members = chunk * BLOCK, tl.sum(listed, 0)
-    at = origin + tl.arange(0, BLOCK)
-    keep = (at >= begin) & (at < end)
-    key = ordered(tl.load(scores + head.to(tl.int64) * pitch + at, mask=keep, other=0.0))
-    found, wanted = tl.load(cuts + head * 2), tl.load(cuts + head * 2 + 1)
-    cut, wanted = boundary_key(keys, members, found, wanted, BLOCK, WIDE)
-    above_before, ties_before = listed_before(keys, places, members, cut, origin, BLOCK)
-    above_before += tl.sum(tl.where(lane < chunk, aboves, 0), 0)
-    tie = keep & (key == cut)
-    taken = tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= wanted)
-    chosen = (keep & (key > cut)) | taken
-    slot = above_before + tl.minimum(ties_before, wanted) + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(indices + slot, at, mask=chosen)
+    firsts, count = chunks_of(low, high, active, B, BPAD, BLOCK)
+    items = tl.sum(count, 0) * HKV
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        head, chunk = chunk_at(item, firsts, count, HKV, BPAD)
+        b = head // HKV
+        begin, end = tl.load(low + b), tl.load(high + b)
+        to = tl.load(lanes + b) * HKV + head % HKV if LANES else head
+        total = tl.maximum(tl.minimum(k, end - begin), 0)
+        if chunk == begin // BLOCK:
+            tl.store(counts + to, total)
+            tl.store(cursors + head, 0)
+            tl.store(hists + head * COARSE + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
+            for i in range(total // BLOCK * BLOCK, k, BLOCK):
+                slot = i + tl.arange(0, BLOCK)
+                behind = (slot >= total) & (slot < k)
+                tl.store(indices + to.to(tl.int64) * k + slot, -1, mask=behind)
+        row = head.to(tl.int64) * pitch
+        write_chosen(
+            chunk, scores + row, keys + row, places + row, indices + to.to(tl.int64) * k,
+            cuts + head * 2, tallies + head * (2 * CHUNKS), begin, end, CHUNKS, BLOCK, WIDE,
+        )  # fmt: skip

@@ -1,8 +1,10 @@
 # mypy: ignore-errors
 """The Selector's kernels up to refined scores: evidence from logits, prior, fusion, refinement.
 
-All run on a grid of (chunks of the capacity, B * Hkv); programs outside J and rows that are off
-return at once. Nothing is read on the host.
+Scores, and the top-K behind them, run on a fixed grid whose programs share a flat list of the
+chunks of J of the rows that are on, so that a step in which few rows choose costs little; the
+others run on a grid of (chunks of the capacity, B * Hkv), and what is off returns at once. Nothing
+is read on the host.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .radix import count_coarse
+from .radix import chunk_at, chunks_of, count_coarse
 
 
 @triton.jit
@@ -41,29 +43,15 @@ def evidence_kernel(
 
 
 @triton.jit
-def score_kernel(
-    source, lse, norms, prior_sums, scores, hists, width, pitch, low, high, active,
+def score_piece(
+    head, chunk, source, lse, norms, prior_sums, scores, hists, width, pitch, begin, end,
     eps, gamma, beta, power, eta, clip, alpha,
-    HKV: tl.constexpr, G: tl.constexpr, CHUNKS: tl.constexpr, PRIOR: tl.constexpr,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, LOG: tl.constexpr, NMS: tl.constexpr,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, CHUNKS: tl.constexpr, PRIOR: tl.constexpr, BEFORE: tl.constexpr,
+    AFTER: tl.constexpr, LOG: tl.constexpr, NMS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps 3 to 6 but for the cross-head term: z = log(s + eps), s the evidence or its mixture
-    with the prior, then the maximum over [i - BEFORE, i + AFTER] within J; NMS: the score minus
-    alpha times what it lacks to that. Rows of `scores` are `pitch` apart.
-
-    `source` holds the logits, or for G = 0 the mass. COUNT: also the top-K's first count. Blocks
-    overlap by the window, so that nothing passes between programs.
-    """
-    head = tl.program_id(1)
-    b = head // HKV
-    if tl.load(active + b) == 0:
-        return
-    OUT: tl.constexpr = BLOCK - BEFORE - AFTER
-    begin, end = tl.load(low + b), tl.load(high + b)
-    origin = tl.program_id(0) * OUT
-    if (origin >= end) | (origin + OUT <= begin):
-        return
+    """One chunk of one head of `score_kernel`."""
+    origin = chunk * (BLOCK - BEFORE - AFTER)
     lane = tl.arange(0, BLOCK)
     at = origin - BEFORE + lane
     inside = (at >= begin) & (at < end)
@@ -80,13 +68,40 @@ def score_kernel(
     z = tl.where(inside, tl.log(s + eps), float("-inf"))
     best = window_max(z, lane, BEFORE + AFTER + 1, LOG, BLOCK)
     at = origin + lane
-    mine = (lane < OUT) & (at >= begin) & (at < end)
+    mine = (lane < BLOCK - BEFORE - AFTER) & (at >= begin) & (at < end)
     if NMS:
         z = tl.where(mine, tl.gather(z, tl.minimum(lane + BEFORE, BLOCK - 1), 0), 0.0)
         best = z - alpha * tl.maximum(best - z, 0.0)
     tl.store(scores + head.to(tl.int64) * pitch + at, best, mask=mine)
     if COUNT:
         count_coarse(hists, head, tl.where(mine, best, 0.0), mine)
+
+
+@triton.jit
+def score_kernel(
+    source, lse, norms, prior_sums, scores, hists, width, pitch, low, high, active,
+    eps, gamma, beta, power, eta, clip, alpha, B,
+    BPAD: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, CHUNKS: tl.constexpr,
+    PRIOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, LOG: tl.constexpr,
+    NMS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Steps 3 to 6 but for the cross-head term: z = log(s + eps), s the evidence or its mixture
+    with the prior, then the maximum over [i - BEFORE, i + AFTER] within J; NMS: the score minus
+    alpha times what it lacks to that. Rows of `scores` are `pitch` apart.
+
+    `source` holds the logits, or for G = 0 the mass. COUNT: also the top-K's first count. Blocks
+    overlap by the window, so that nothing passes between programs.
+    """
+    first, count = chunks_of(low, high, active, B, BPAD, BLOCK - BEFORE - AFTER)
+    total = tl.sum(count, 0) * HKV
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        head, chunk = chunk_at(item, first, count, HKV, BPAD)
+        begin, end = tl.load(low + head // HKV), tl.load(high + head // HKV)
+        score_piece(
+            head, chunk, source, lse, norms, prior_sums, scores, hists, width, pitch, begin, end,
+            eps, gamma, beta, power, eta, clip, alpha,
+            G, CHUNKS, PRIOR, BEFORE, AFTER, LOG, NMS, COUNT, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit

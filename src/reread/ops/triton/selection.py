@@ -116,8 +116,13 @@ class Plan:
     after: int
 
     @property
+    def rows(self) -> int:
+        """B."""
+        return self.heads // self.kv_heads
+
+    @property
     def grid(self) -> tuple[int, int]:
-        """Of all kernels but those that overlap or see several heads."""
+        """Of the kernels whose programs are one chunk of one head."""
         return triton.cdiv(self.width, CHUNK), self.heads
 
     @property
@@ -180,13 +185,14 @@ def _scores(
     nms = config.refine if isinstance(config.refine, SoftNMS) else None
     window = plan.before + plan.after
     # for NMS a fused multiply-add would round once where the reference rounds twice
-    score.score_kernel[(triton.cdiv(plan.width, CHUNK - window), plan.heads)](
+    score.score_kernel[(work.choosers,)](
         source, work.lse, norms if prior else source, work.prior_sums, work.scores, work.hists,
         plan.width, plan.pitch, *plan.span, *constants, config.lambda_clip,
-        nms.alpha if nms else 0.0,
-        HKV=plan.kv_heads, G=group, CHUNKS=work.chunks, PRIOR=prior, BEFORE=plan.before,
-        AFTER=plan.after, LOG=(window + 1).bit_length() - 1, NMS=nms is not None,
-        COUNT=not cross, BLOCK=CHUNK, num_warps=8, enable_fp_fusion=nms is None,
+        nms.alpha if nms else 0.0, plan.rows,
+        BPAD=triton.next_power_of_2(plan.rows), HKV=plan.kv_heads, G=group, CHUNKS=work.chunks,
+        PRIOR=prior, BEFORE=plan.before, AFTER=plan.after, LOG=(window + 1).bit_length() - 1,
+        NMS=nms is not None, COUNT=not cross, BLOCK=CHUNK, num_warps=8,
+        enable_fp_fusion=nms is None,
     )  # fmt: skip
     if cross:
         _cross_heads(plan, config, work)
@@ -219,9 +225,9 @@ def top_k(
     assert indices.is_contiguous()
     assert counts.is_contiguous()
     shared = (work.scores, work.hists, work.cursors, work.cuts, work.tallies, *work.members)
-    tail = (plan.pitch, *plan.span, indices.shape[2])
+    tail = (plan.pitch, *plan.span, indices.shape[2], plan.rows)
     fixed = {"HKV": plan.kv_heads, "CHUNKS": work.chunks, "BLOCK": CHUNK, "num_warps": 8}
-    fixed["WIDE"] = wide
-    radix.list_kernel[plan.grid](*shared, *tail, **fixed)
+    fixed |= {"WIDE": wide, "BPAD": triton.next_power_of_2(plan.rows)}
+    radix.list_kernel[(work.choosers,)](*shared, *tail, **fixed)
     to = (indices, counts, counts if lanes is None else lanes)
-    radix.gather_kernel[plan.grid](*shared, *to, *tail, **fixed, LANES=lanes is not None)
+    radix.gather_kernel[(work.choosers,)](*shared, *to, *tail, **fixed, LANES=lanes is not None)

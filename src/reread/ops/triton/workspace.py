@@ -17,6 +17,7 @@ MAX_ROWS = 64
 CHUNK = 2048  # positions that one program of the Selector handles
 BINS = 256  # of the top-K's counts
 MAX_SPLITS = 16
+CHOOSERS = 8  # programs an SM
 MAX_TILE = 128  # queries times query heads of a KV head that one program attends with
 
 
@@ -107,7 +108,8 @@ class Workspace:
         self.programs = self.programs or multiprocessors(self.device)
         tiles = self.rows * self.kv_heads
         group = self.heads // self.kv_heads
-        slots = 2 * self.programs + tiles + tiles * self.max_splits
+        # a small batch has more pieces than max_splits each, but no more than two an SM in all
+        slots = 2 * self.programs + tiles + max(tiles * self.max_splits, 2 * self.programs)
         self.parts = self._fp32(slots, group, self.dim)
         self.sums = self._fp32(slots, 4, 16)
         self.always = torch.ones(self.rows, dtype=torch.int32, device=self.device)
@@ -161,9 +163,18 @@ class Workspace:
         return torch.empty(*shape, dtype=torch.float32, device=self.device)
 
     @property
+    def choosers(self) -> int:
+        """Programs that share a Selector's chunks."""
+        return CHOOSERS * self.programs
+
+    @property
     def max_splits(self) -> int:
-        """Pieces that one tile's sparse work is cut into: two programs an SM in all, at most 16."""
-        tiles = self.rows * self.kv_heads
+        """`splits` of the largest batch."""
+        return self.splits(self.rows * self.kv_heads)
+
+    def splits(self, tiles: int) -> int:
+        """Pieces that the sparse work of each of so many tiles (row, KV head) is cut into: two
+        programs an SM in all, at most 16."""
         return max(1, min(MAX_SPLITS, 2 * self.programs // tiles))
 
     @property

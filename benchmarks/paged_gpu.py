@@ -1,0 +1,145 @@
+"""What pages cost: the kernels of a decode step on vLLM's layout and on contiguous rows.
+
+    python -m benchmarks.paged_gpu --json benchmarks/results/paged_gpu.json
+
+One layer of Qwen3-4B's shape, all rows resident, times of CUDA graphs in microseconds. `floor` is
+the bytes of keys and values over the copy bandwidth measured in the same run. "one row" are steps
+in which a single row of the batch is slow, the most frequent of those that are not fast in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reread.config import Config
+from reread.evaluation.provenance import provenance
+from reread.ops import triton as kernels
+
+from .common import console, show
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SHAPES = ((16, 2048), (16, 16384), (8, 65536), (4, 131072))
+PAGES = (16, 64)
+CONFIG = Config()
+
+
+class Layer:
+    """A layer's cache, contiguous or in pages of `page` positions in a random order."""
+
+    def __init__(self, rows: int, length: int, page: int, longest: int) -> None:
+        ints = {"dtype": torch.int32, "device": "cuda"}
+        starts, lengths = torch.zeros(rows, **ints), torch.full((rows,), length, **ints)
+        if page:
+            most = -(-length // page)
+            cache = torch.randn(
+                rows * most, 2, page, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda"
+            )
+            k, v = (t.transpose(1, 2) for t in cache.unbind(1))
+            tables = torch.randperm(rows * most, device="cuda").to(torch.int32).view(rows, most)
+            self.kv = kernels.Cache(k, v, starts, lengths, tables, longest)
+        else:
+            shape = (rows, KV_HEADS, length, DIM)
+            k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            self.kv = kernels.Cache(k, v, starts, lengths)
+        self.q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        self.low = torch.full((rows,), CONFIG.sink, **ints)
+        self.high = torch.full((rows,), length - CONFIG.recent, **ints)
+        k_most = min(CONFIG.k, length - CONFIG.recent - CONFIG.sink)
+        picked = torch.rand(rows + 1, KV_HEADS, length - 260, device="cuda").topk(k_most).indices
+        self.indices = (picked.sort().values + CONFIG.sink).to(torch.int32)
+        self.counts = torch.full((rows + 1, KV_HEADS), k_most, **ints)
+        self.lanes = torch.randperm(rows, device="cuda").to(torch.int32) if page else None
+        lists = self.indices[: rows + bool(page)], self.counts[: rows + bool(page)]
+        self.lists = tuple(t.contiguous() for t in lists)
+        self.chosen = kernels.Chosen(*self.lists, self.high, CONFIG.sink, self.lanes)
+        self.none, self.one, self.all = (torch.zeros(rows, **ints) for _ in range(3))
+        self.one[0], self.all[:] = 1, 1
+        self.work = kernels.Workspace(rows, HEADS, KV_HEADS, DIM, longest, self.q.device)
+        self.out = torch.empty_like(self.q)
+
+    def dense(self, active: Tensor, *, evidence: bool = True) -> None:
+        kernels.decode_dense(
+            self.q, self.kv, scale=DIM**-0.5, work=self.work, active=active, out=self.out,
+            allowed=(self.low, self.high) if evidence else None,
+        )  # fmt: skip
+
+    def sparse(self) -> None:
+        kernels.decode_sparse(
+            self.q, self.kv, self.chosen, scale=DIM**-0.5, work=self.work, out=self.out
+        )
+
+    def mixed(self, slow: Tensor) -> None:
+        kernels.decode_mixed(
+            self.q, self.kv, self.chosen, slow, scale=DIM**-0.5, work=self.work, out=self.out,
+            allowed=(self.low, self.high),
+        )  # fmt: skip
+
+    def refresh(self, active: Tensor) -> None:
+        kernels.refresh(
+            self.kv, CONFIG.selector, heads=HEADS, work=self.work, allowed=(self.low, self.high),
+            active=active, indices=self.lists[0], counts=self.lists[1], lanes=self.lanes,
+        )  # fmt: skip
+
+
+def timed(call: Callable[[], None]) -> float:
+    """Microseconds."""
+    import triton.testing
+
+    return 1000 * float(triton.testing.do_bench_cudagraph(call, rep=30))
+
+
+def measure(rows: int, length: int, page: int, bandwidth: float) -> dict[str, Any]:
+    layer = Layer(rows, length, page, max(n for _, n in SHAPES))
+    whole = 2 * rows * length * KV_HEADS * DIM * 2
+    layer.dense(layer.all)  # evidence for the refresh
+    found = {
+        "rows": rows, "length": length, "page": page,
+        "floor": whole / bandwidth * 1e6,
+        "dense": timed(lambda: layer.dense(layer.all, evidence=False)),
+        "slow": timed(lambda: layer.dense(layer.all)),
+        "one row slow": timed(lambda: layer.dense(layer.one)),
+        "no row slow": timed(lambda: layer.dense(layer.none)),
+        "fast": timed(layer.sparse),
+        "mixed, one": timed(lambda: layer.mixed(layer.one)),
+        "mixed, none": timed(lambda: layer.mixed(layer.none)),
+        "choose, all": timed(lambda: layer.refresh(layer.all)),
+        "choose, one": timed(lambda: layer.refresh(layer.one)),
+        "choose, none": timed(lambda: layer.refresh(layer.none)),
+    }  # fmt: skip
+    console.log(found)
+    return found
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy."""
+    x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * 2**31 / (timed(lambda: y.copy_(x)) * 1e-6)
+
+
+def main() -> None:
+    """All shapes on contiguous rows and on pages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/paged_gpu.json"))
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    rows = [measure(*shape, page, bandwidth) for shape in SHAPES for page in (0, *PAGES)]
+    found = provenance("cuda")
+    result = {
+        **found, "commit": args.commit or found["commit"], "config": CONFIG.to_dict(),
+        "bandwidth": bandwidth, "rows": rows,
+    }  # fmt: skip
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    show("pages", rows, [k for k in rows[0] if k not in ("dense", "choose, all")])
+
+
+if __name__ == "__main__":
+    main()
