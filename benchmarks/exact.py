@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,14 +51,15 @@ def fixed(k: int, tokens: int) -> Config:
 
 
 def generate(
-    loaded: Loaded, cache: DynamicCache, ids: Tensor, config: Config, new: int, sample: bool
-) -> reread.Output:
+    loaded: Loaded, cache: DynamicCache, ids: Tensor, config: Config, new: int, sample: bool,
+    seed: int = 0,
+) -> reread.Output:  # fmt: skip
     """`new` tokens behind a cache that holds all of `ids` but the last."""
     options: dict[str, Any] = {**greedy(new), cache_keyword(loaded.model): fork(cache)}
     if sample:
         options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return reread.generate(
             loaded.model, ids, config=config, tokenizer=loaded.tokenizer, **options
         )
@@ -169,6 +170,13 @@ def reuse(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "model": "smollm2", "context": args.context, "new": args.new}
 
 
+def together(way: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of all drafted tokens of some runs: the share that stands, and how many a verification."""
+    accepted = sum(run["acceptance"] * run["drafted"] for run in runs)
+    drafted, verified = (sum(run[name] for run in runs) for name in ("drafted", "verified"))
+    return {f"{way}_stand": accepted / drafted, f"{way}_of_them": accepted / verified}
+
+
 def drafters(args: argparse.Namespace) -> dict[str, Any]:
     """Drafts of always 8 tokens, unless one ends early, by the Selector and by an indexer."""
     loaded, rows = load(args.model or "smollm2", dtype="float32"), []
@@ -183,22 +191,24 @@ def drafters(args: argparse.Namespace) -> dict[str, Any]:
             for name, base in chooses.items():
                 config = base.updated({"k": k, "draft.tokens": 8, "draft.adapt": False})
                 row: dict[str, Any] = {"text": kind, "k": k, "drafter": name}
-                for sample in (False, True):
-                    output = generate(loaded, cache, ids, config, args.new, sample)
-                    if not sample:
-                        require_equal(output.sequences, dense.sequences, f"{kind}, {k}, {name}")
-                    way = "sampled" if sample else "greedy"
-                    row[way] = {**figures(output.stats), "decode_s": output.stats.decode_s}
-                    row[f"{way}_stand"] = row[way]["acceptance"]
-                    row[f"{way}_of_them"] = row[way]["accepted_per_verify"]
+                for way, seeds in (("greedy", 1), ("sampled", args.seeds)):
+                    sample, found = way == "sampled", []
+                    for seed in range(seeds):
+                        of = loaded, cache, ids, config, args.new, sample, seed
+                        output = generate(*of)
+                        if not sample:
+                            same = output.sequences, dense.sequences
+                            require_equal(*same, f"{kind}, {k}, {name}")
+                        found.append({**figures(output.stats), "decode_s": output.stats.decode_s})
+                    row |= {way: found, **together(way, found)}
                 rows.append(row)
-                console.log(f"{kind} k={k} {name}: {row['greedy']['acceptance']:.3f}")
+                console.log(f"{kind} k={k} {name}: {row['sampled_of_them']:.2f}")
     record = Indexer.load(Path(args.indexer)).card.record
-    of = {"model": "smollm2", "context": args.context, "new": args.new}
+    settings = {"model": "smollm2", "context": args.context, "new": args.new}
     # without the paths of whoever distilled it
     kept = {name: record[name] for name in ("steps", "tokens_read") if name in record}
     kept["context"] = record.get("settings", {}).get("context")
-    return {"rows": rows, **of, "indexer_record": kept}
+    return {"rows": rows, **settings, "indexer_record": kept}
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
@@ -301,6 +311,7 @@ def main() -> None:
     parser.add_argument("--indexer", help="drafters: folder of the indexer")
     parser.add_argument("--context", type=int, default=4096, help="tokens that are read")
     parser.add_argument("--new", type=int, default=96, help="tokens that are generated")
+    parser.add_argument("--seeds", type=int, default=3, help="drafters: sampled texts of each kind")
     parser.add_argument("--rounds", type=int, default=3, help="of speed")
     parser.add_argument("--tokens", type=int, default=16384, help="needle: tokens of a text")
     parser.add_argument("--texts", type=int, default=1)

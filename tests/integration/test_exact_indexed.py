@@ -128,6 +128,17 @@ def test_processors_end_tokens_and_chunks_leave_denses_text(name: str, config: C
     drafts_of(stats)
 
 
+@drafting
+def test_padding_between_the_tokens_of_a_row_is_not_read(config: Config) -> None:
+    net, (ids, mask) = model("llama"), ragged()
+    mask = mask.clone()
+    mask[1, -12:-7] = mask[3, -30] = 0
+    want = net.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    out, stats = run(net, ids, config, attention_mask=mask)
+    assert out.sequences.tolist() == want.tolist()
+    assert (drafts_of(stats).acceptance == 1.0) == (config.k > 100)
+
+
 def test_an_indexer_of_several_heads_where_rows_stand_apart() -> None:
     """It sees a row's own keys alone, though the cache is longer where others have come further."""
     net, config = model("llama"), exact(k=8, min_probability=0.05)
