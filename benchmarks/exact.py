@@ -4,6 +4,7 @@ it gains on a CPU.
     python -m benchmarks.exact acceptance            SmolLM2 continues real text
     python -m benchmarks.exact evidence              which queries of a verification choose
     python -m benchmarks.exact reuse                 for how long a choice serves drafts
+    python -m benchmarks.exact drafters --indexer DIR    drafts by an indexer and by the Selector
     python -m benchmarks.exact speed                 the same, against the faster of two dense arms
     python -m benchmarks.exact needle --model FOLDER --tokens 16384
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from reread.attention import chosen_by
 from reread.evaluation import needle, texts
 from reread.evaluation.fidelity import fork, prefill
 from reread.evaluation.provenance import provenance
+from reread.indexer.model import Indexer
 from reread.integrations.hf.cache import cache_keyword
 from reread.integrations.hf.exact import loop
 from reread.integrations.hf.load import Loaded, load
@@ -49,14 +51,15 @@ def fixed(k: int, tokens: int) -> Config:
 
 
 def generate(
-    loaded: Loaded, cache: DynamicCache, ids: Tensor, config: Config, new: int, sample: bool
-) -> reread.Output:
+    loaded: Loaded, cache: DynamicCache, ids: Tensor, config: Config, new: int, sample: bool,
+    seed: int = 0,
+) -> reread.Output:  # fmt: skip
     """`new` tokens behind a cache that holds all of `ids` but the last."""
     options: dict[str, Any] = {**greedy(new), cache_keyword(loaded.model): fork(cache)}
     if sample:
         options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return reread.generate(
             loaded.model, ids, config=config, tokenizer=loaded.tokenizer, **options
         )
@@ -167,6 +170,47 @@ def reuse(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "model": "smollm2", "context": args.context, "new": args.new}
 
 
+def together(way: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of all drafted tokens of some runs: the share that stands, and how many a verification."""
+    accepted = sum(run["acceptance"] * run["drafted"] for run in runs)
+    drafted, verified = (sum(run[name] for run in runs) for name in ("drafted", "verified"))
+    return {f"{way}_stand": accepted / drafted, f"{way}_of_them": accepted / verified}
+
+
+def drafters(args: argparse.Namespace) -> dict[str, Any]:
+    """Drafts of always 8 tokens, unless one ends early, by the Selector and by an indexer."""
+    loaded, rows = load(args.model or "smollm2", dtype="float32"), []
+    chooses = {"selector": EXACT, "indexer": EXACT.updated({"indexer": args.indexer})}
+    for kind in KINDS:
+        console.log(f"{kind}: reading")
+        ids = torch.tensor([loaded.tokenizer.encode(texts.KINDS[kind]())[: args.context]])
+        # index keys lie beside the others; the Selector passes them over
+        cache = prefill(loaded.model, ids[:, :-1], chooses["indexer"], chunk=1024)
+        dense = generate(loaded, cache, ids, Config.preset("dense"), args.new, False)
+        for k in (256, 1024):
+            for name, base in chooses.items():
+                config = base.updated({"k": k, "draft.tokens": 8, "draft.adapt": False})
+                row: dict[str, Any] = {"text": kind, "k": k, "drafter": name}
+                for way, seeds in (("greedy", 1), ("sampled", args.seeds)):
+                    sample, found = way == "sampled", []
+                    for seed in range(seeds):
+                        of = loaded, cache, ids, config, args.new, sample, seed
+                        output = generate(*of)
+                        if not sample:
+                            same = output.sequences, dense.sequences
+                            require_equal(*same, f"{kind}, {k}, {name}")
+                        found.append({**figures(output.stats), "decode_s": output.stats.decode_s})
+                    row |= {way: found, **together(way, found)}
+                rows.append(row)
+                console.log(f"{kind} k={k} {name}: {row['sampled_of_them']:.2f}")
+    record = Indexer.load(Path(args.indexer)).card.record
+    settings = {"model": "smollm2", "context": args.context, "new": args.new}
+    # without the paths of whoever distilled it
+    kept = {name: record[name] for name in ("steps", "tokens_read") if name in record}
+    kept["context"] = record.get("settings", {}).get("context")
+    return {"rows": rows, **settings, "indexer_record": kept}
+
+
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Arms in turn, several rounds, medians."""
     loaded, rows = load("smollm2", dtype="float32"), []
@@ -236,13 +280,22 @@ def run_needle(args: argparse.Namespace) -> dict[str, Any]:
 
 
 RUNS = {
-    "acceptance": acceptance, "evidence": evidence, "reuse": reuse, "speed": speed,
-    "needle": run_needle,
+    "acceptance": acceptance, "evidence": evidence, "reuse": reuse, "drafters": drafters,
+    "speed": speed, "needle": run_needle,
 }  # fmt: skip
 COLUMNS = {
     "acceptance": ("text", "k", "tokens"),
     "evidence": ("text", "queries", "acceptance", "accepted_per_verify"),
     "reuse": ("text", "reuse", "acceptance", "accepted_per_verify"),
+    "drafters": (
+        "text",
+        "k",
+        "drafter",
+        "greedy_stand",
+        "greedy_of_them",
+        "sampled_stand",
+        "sampled_of_them",
+    ),
     "speed": ("text", "arm", "tokens_per_s", "speedup", "acceptance"),
     "needle": ("k", "tokens", "acceptance", "accepted_per_verify", "keys_read_share"),
 }
@@ -254,9 +307,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=RUNS)
-    parser.add_argument("--model", help="needle: folder of the checkpoint")
+    parser.add_argument("--model", help="needle, drafters: folder of the checkpoint")
+    parser.add_argument("--indexer", help="drafters: folder of the indexer")
     parser.add_argument("--context", type=int, default=4096, help="tokens that are read")
     parser.add_argument("--new", type=int, default=96, help="tokens that are generated")
+    parser.add_argument("--seeds", type=int, default=3, help="drafters: sampled texts of each kind")
     parser.add_argument("--rounds", type=int, default=3, help="of speed")
     parser.add_argument("--tokens", type=int, default=16384, help="needle: tokens of a text")
     parser.add_argument("--texts", type=int, default=1)
@@ -268,6 +323,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.part == "needle" and args.model is None:
         parser.error("needle needs --model FOLDER")
+    if args.part == "drafters" and args.indexer is None:
+        parser.error("drafters needs --indexer FOLDER")
     found = RUNS[args.part](args)
     rows = found.pop("rows")
     known = provenance(args.device)

@@ -80,7 +80,7 @@ def decode_step(
 
     Args:
         q: [B, H, D].
-        iq: [B, n, 1, d] index queries, in mode "indexed".
+        iq: [B, n, 1, d] index queries, where an indexer reads along.
 
     Returns:
         [B, H, Dv].
@@ -95,7 +95,7 @@ def decode_step(
         read, reading = cached, None
         if kind is StepKind.FAST and config.mode in AFRESH:
             own = None if iq is None else iq[b]
-            out[b], read, reading = _afresh(state, b, q[b : b + 1], row, config, scale, own)
+            out[b], read, reading = read_afresh(state, b, q[b : b + 1], row, config, scale, own)
         elif kind is StepKind.FAST:
             out[b], read, reading = read_chosen(state, b, q[b], row, config, scale)
         elif kind is StepKind.FULL:
@@ -130,7 +130,7 @@ def read_chosen(
     return out, compact.count, compact.reading
 
 
-def _afresh(
+def read_afresh(
     state: LayerState,
     b: int,
     q: Tensor,
@@ -139,14 +139,17 @@ def _afresh(
     scale: float,
     iq: Tensor | None,
 ) -> tuple[Tensor, int, Reading]:
-    """A step that chooses its own keys, shared by all KV heads: q [1, H, D], iq [n, 1, d]."""
+    """A fast step of one row that chooses its own keys, shared by all KV heads, by an indexer's
+    query iq [n, 1, d] or in mode "oracle" by its own mass. Otherwise as `read_chosen`, q [1, H, D].
+    """
     low, high = allowed_span(row, config)
     start, valid = row.starts[0], None if row.valid is None else row.valid[0]
     if config.mode == "oracle":
         scores = step_mass(q[0], row.k[0], start, scale, valid)[low:high]
     else:
-        assert iq is not None, "mode indexed needs index queries"
-        scores = step_scores(iq, state.kv.index[b], low, high, start)
+        assert iq is not None, "an indexer chooses by its queries"
+        # other rows of a pass may stand at later columns
+        scores = step_scores(iq, state.kv.index[b, :, : row.lengths[0]], low, high, start)
     found = best_keys(scores, low, config.k, None if valid is None else valid[low:high])
     shared = found.expand(1, row.k.shape[1], -1)
     counts = torch.full(shared.shape[:2], found.numel(), dtype=torch.int32, device=q.device)

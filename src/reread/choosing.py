@@ -47,13 +47,13 @@ class IndexLane:
         return int(self.indices.nbytes + self.counts.nbytes + self._work.nbytes)
 
     def append(self, layer: int, raw: Tensor) -> Tensor:
-        """Cache the newest token's index key; raw: [B, 2 d], see `turn_and_append`. Returns the
-        index queries [B, d]."""
+        """Cache the index keys of the newest T tokens; raw: [B, T, 2 d], see `turn_and_append`.
+        Returns the index queries [B, T, d]."""
         from .ops.triton import turn_and_append
 
         starts, lengths = self._field("starts"), self._field("lengths")
         index = self.caches[layer]
-        return turn_and_append(raw[:, None], index, self._turns, starts, lengths)[:, 0]
+        return turn_and_append(raw, index, self._turns, starts, lengths)
 
     def choose(self, layer: int, queries: Tensor) -> None:
         """What the step's fast rows read: see `indices`."""

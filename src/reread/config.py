@@ -33,10 +33,12 @@ class Config:
             attention mass, a reference and never an accelerator; "exact": fast steps draft, dense
             attention verifies, the text is dense's; or "dense": every step reads everything, from
             the same cache.
-        indexer: folder of the indexer for mode "indexed"; None: that of `prefill`.
+        indexer: folder of the indexer for mode "indexed"; None: that of `prefill`. In mode "exact"
+            one chooses the keys of every drafted token anew; None: the Selector chooses them by
+            what dense passes attend to.
         sink: first positions of a row, always read.
         recent: newest positions, always read; at least 1, the current token is one of them.
-        k: selected positions per KV head; in modes "indexed" and "oracle" all KV heads
+        k: selected positions per KV head; where an indexer or the oracle chooses, all KV heads
             share them.
         triggers: when a step is slow.
         selector: how a slow step chooses.
@@ -110,7 +112,12 @@ class Config:
     def uses_indexer(self) -> bool:
         """Whether an indexer chooses anything."""
         of_prefill = self.prefill is not None and self.prefill.chooser == "indexer"
-        return self.mode == "indexed" or of_prefill
+        return self.indexed or of_prefill
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an indexer chooses the keys of every fast step; in mode "exact", of drafts."""
+        return self.mode == "indexed" or (self.mode == "exact" and self.indexer is not None)
 
     @property
     def budget(self) -> int:

@@ -79,7 +79,7 @@ class Arena:
         self.indices = {i: zeros(self.rows, self.kv_heads, k_max) for i in states}
         self.counts = {i: zeros(self.rows, self.kv_heads) for i in states}
         self._staging = Staging(self.step)
-        sparse = config.mode in ("slow-fast", "exact")
+        sparse = config.mode in ("slow-fast", "exact") and not config.indexed
         self.lanes = Lanes(
             overlap if sparse else "none",
             self.device,
@@ -200,7 +200,7 @@ class Arena:
             return kernels.decode_sparse(q, kv, chosen, scale=scale, work=work)
         if shape is StepShape.DENSE:
             return self.dense(layer, q, scale)
-        if self.config.mode == "indexed":
+        if self.config.indexed:
             dense = self.field("dense")
             return kernels.decode_mixed(q, kv, chosen, dense, scale=scale, work=work)
         work = self.lanes.next()
@@ -210,13 +210,14 @@ class Arena:
 
     def verify(
         self, layer: int, q: Tensor, shape: StepShape, scale: float,
-        new: tuple[Tensor, Tensor] | None = None,
+        new: tuple[Tensor, Tensor] | None = None, index: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Dense attention of the newest T positions of the rows that are on, zeros of the others;
         rows that choose again do so by the query that the step tensor names.
 
         Args:
-            q: [B, H, T, D]; new: their keys and values, [B, Hkv, T, D], as for `attend`.
+            q: [B, H, T, D]; new: their keys and values, [B, Hkv, T, D], index: [B, T, 2 d], as for
+                `attend`.
             shape: SLOW; DENSE where no row chooses again.
 
         Returns:
@@ -227,6 +228,9 @@ class Arena:
         kv, norms = self.cache(layer), self.buffers[layer].norms
         if new is not None:
             kernels.append(*new, kv, norms=norms)
+        if index is not None:
+            assert self.index is not None
+            self.index.append(layer, index)
         run = functools.partial(
             kernels.verify_dense, q, kv, scale=scale, active=self.field("dense"),
             out=torch.zeros_like(q, memory_format=torch.contiguous_format),
@@ -239,14 +243,14 @@ class Arena:
         return out
 
     def _chosen(self, layer: int, shape: StepShape, index: Tensor | None, *, raw: bool) -> Chosen:
-        """What fast rows read; in mode "indexed" it is chosen now."""
+        """What fast rows read; where an indexer chooses it is chosen now."""
         from .ops import triton as kernels
 
         tail = self.field("window"), self.config.sink
         if index is not None:
             assert self.index is not None
-            queries = self.index.append(layer, index) if raw else index
-            if self.config.mode == "indexed":
+            queries = self.index.append(layer, index[:, None])[:, 0] if raw else index
+            if self.config.indexed:
                 if shape is not StepShape.DENSE:
                     self.index.choose(layer, queries)
                 return kernels.Chosen(self.index.indices, self.index.counts, *tail)

@@ -63,7 +63,8 @@ class GrowingKV:
 
     Key norms are kept beside them when `with_norms` (fp32 [B, Hkv, capacity], written with the
     key). An indexer's keys lie beside them too; `indexed` positions have one. `moves` counts how
-    often the memory became another. While `placement` is set, `append` writes where it says.
+    often the memory became another. While `placement` is set, `append` and `append_index` write
+    where it says.
     """
 
     def __init__(self, *, with_norms: bool = False) -> None:
@@ -130,14 +131,23 @@ class GrowingKV:
             )
 
     def append_index(self, keys: Tensor) -> None:
-        """Write the index keys [B, n, T, d] of the newest T positions."""
-        room = self.index_room(keys.shape[2], keys)
-        room[:, :, self.length - keys.shape[2] : self.length] = keys.detach()
+        """Write the index keys [B, n, T, d] of the newest T positions, or where `placement` says;
+        `append` has written the keys of the same pass."""
+        new = keys.shape[2]
+        room = self.index_room(new, keys)
+        if self.placement is None:
+            room[:, :, self.length - new : self.length] = keys.detach()
+            return
+        places = zip(self.placement.rows, self.placement.columns, keys.detach(), strict=True)
+        for row, first, own in places:
+            room[row, :, first : first + new] = own
 
     def index_room(self, new: int, like: Tensor) -> Tensor:
         """The index cache [B, n, capacity, d] for the caller to write the newest `new` positions,
         which count as written. like: another tensor [B, n, ..., d] of the same dtype."""
         assert self.indexed >= self.length - new, "see claim_index"
+        # a pass of some rows says nothing of how many the cache has
+        like = like if self._index is None else self._index
         self._index = self._room(self._index, like, self.length, self.indexed)
         self.indexed = self.length
         return self._index
@@ -185,11 +195,13 @@ class GrowingKV:
         self.indexed += int(indexed)
         self.length += 1
 
-    def wrote(self, end: int) -> None:
-        """A captured pass wrote up to column `end`, exclusive."""
+    def wrote(self, end: int, *, indexed: bool = False) -> None:
+        """A captured pass wrote up to column `end`, exclusive; indexed: and its index keys."""
         assert self._k is not None
         assert end <= self._k.shape[2]
         self.length = max(self.length, end)
+        if indexed:
+            self.indexed = self.length
 
     def ensure_room(self, positions: int = 1) -> None:
         """Grow now if so many more positions would not fit."""

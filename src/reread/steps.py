@@ -65,6 +65,15 @@ class RowStep:
         return cls(start, length, low, high, window, min(config.k, high - low), kind)
 
     @classmethod
+    def afresh(cls, start: int, length: int, config: Config, *, asked: bool) -> RowStep:
+        """A row whose newest token chooses its own keys; one that is not asked reads the little
+        that it needs to stay finite."""
+        low = start + config.sink
+        high = max(low, length - config.recent) if asked else low
+        window = min(high, length) if asked else length - 1
+        return cls(start, length, low, high, window, min(config.k, high - low), StepKind.FAST)
+
+    @classmethod
     def verifying(
         cls,
         start: int,

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .attention import HOST, allowed_span, chosen_by, read_chosen, select_from_tail
+from .attention import (
+    HOST,
+    allowed_span,
+    chosen_by,
+    read_afresh,
+    read_chosen,
+    select_from_tail,
+)
 from .compact import CompactKV
 from .config import Config
 from .layer import Evidence, LayerState
@@ -53,11 +60,20 @@ class Pass:
 
 
 @torch.no_grad()
-def attend(state: LayerState, q: Tensor, step: Pass, config: Config, scale: float) -> Tensor:
-    """Attention of a pass; its keys and values are already in `state.kv`.
+def attend(
+    state: LayerState,
+    q: Tensor,
+    step: Pass,
+    config: Config,
+    scale: float,
+    iq: Tensor | None = None,
+) -> Tensor:
+    """Attention of a pass; its keys and values are already in `state.kv`, index keys too.
 
     Args:
         q: [N, H, T, D], the newest T positions of each row of the pass; T is 1 in a draft.
+        iq: [N, n, T, d], their index queries, by which drafts choose; None: what was chosen
+            before serves them.
 
     Returns:
         [N, T, H, Dv]; zeros for idle rows.
@@ -74,6 +90,9 @@ def attend(state: LayerState, q: Tensor, step: Pass, config: Config, scale: floa
             found = _verify(state, b, q[i : i + 1], row, config, scale, wanted)
             out[i] = found[0].transpose(0, 1)
             step.read[i] = row.lengths[0] - row.starts[0]
+        elif iq is not None:
+            own = q[i : i + 1, :, 0]
+            out[i, 0], step.read[i], _ = read_afresh(state, b, own, row, config, scale, iq[i])
         else:
             out[i, 0], step.read[i] = _draft(state, b, q[i, :, 0], row, config, scale)
     return out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reread.compact import CompactKV
-from reread.kv import GrowingKV
+from reread.kv import GrowingKV, Placement
 from reread.types import KVView
 
 B, HKV, D, DV = 2, 3, 4, 5
@@ -97,6 +97,34 @@ def test_cropping_forgets_the_newest_only() -> None:
     assert torch.equal(kv.keys, want)
     assert kv.norms is not None
     torch.testing.assert_close(kv.norms, want.norm(dim=-1))
+
+
+@given(st.data())
+def test_passes_that_place_rows_keep_index_keys_beside_keys(data: st.DataObject) -> None:
+    """Each row at its own columns, some rows or all, over what was refused, and past the room."""
+    rows, (kv, keys, _) = 2, filled([9])
+    kv.append_index(keys[:, :1])
+    want = [list(own[0, :, 0]) for own in keys]
+    ends = [9, 9]
+    for n in range(data.draw(st.integers(1, 30))):
+        new = data.draw(st.integers(1, 9))
+        some = data.draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
+        first = tuple(data.draw(st.integers(max(5, ends[b] - 3), ends[b])) for b in some)
+        k = torch.full((len(some), *keys.shape[1:2], new, keys.shape[3]), float(n + 1))
+        k += torch.rand(k.shape, generator=torch.Generator().manual_seed(n))
+        kv.placement = Placement(some, first)
+        kv.append(k, torch.nn.functional.pad(k, (0, 1)))
+        kv.append_index(k[:, :1])
+        kv.placement = None
+        for own, b, at in zip(k, some, first, strict=True):
+            want[b][at : at + new] = list(own[0, :, 0])
+            ends[b] = at + new
+            del want[b][ends[b] :]
+        kv.crop(max(ends))
+        assert kv.indexed == kv.length
+        for b in range(rows):
+            assert torch.equal(kv.index[b, 0, : ends[b], 0], torch.stack(want[b]))
+            assert torch.equal(kv.index[b, 0, : ends[b]], kv.keys[b, 0, : ends[b]])
 
 
 def test_rows_can_be_repeated_and_picked() -> None:

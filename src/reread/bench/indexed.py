@@ -48,7 +48,7 @@ class CheckedArena(Arena):
     def _chosen(self, layer: int, shape: StepShape, index: Tensor | None, *, raw: bool) -> Chosen:
         assert index is not None
         assert self.index is not None
-        self._queries = self.index.append(layer, index)
+        self._queries = self.index.append(layer, index[:, None])[:, 0]
         return super()._chosen(layer, shape, self._queries, raw=False)
 
     def attend(

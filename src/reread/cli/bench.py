@@ -79,11 +79,16 @@ class DecodeOptions(BenchOptions, PresetOptions):
 
         Raises:
             ConfigError: an unknown preset or key, or a value that cannot be right.
-            InputError: a configuration without fast steps.
+            InputError: a configuration without fast steps, or drafts by an indexer.
         """
         config = config_of(self.preset, self.settings)
         if config.mode == "dense":
             raise InputError("mode 'dense' has no fast steps: dense arms are timed anyway")
+        if config.mode == "exact" and config.indexed:
+            raise InputError(
+                f"drafts by an indexer ({config.indexer!r}) are not timed as cycles: leave indexer"
+                " unset, or time their steps with --preset indexed"
+            )
         return config
 
     def gaps(self, config: Config) -> list[float]:

@@ -49,6 +49,11 @@ def plan_command(options: PlanOptions) -> None:
         raise InputError(
             f"mode {config.mode!r} is not in the planner's model: measure it with bench decode"
         )
+    if config.indexed:
+        raise InputError(
+            f"drafts by an indexer ({config.indexer!r}) are not in the planner's model: leave"
+            " indexer unset, for drafts by the Selector"
+        )
     every, rate = options.sentence, options.acceptance
     plans = [
         plan(shape, context, batch, gpu, config, slow_every=every, acceptance=rate)

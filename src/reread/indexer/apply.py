@@ -19,14 +19,15 @@ def read(indexer: Indexer, layer: int, x: Tensor, kv: GrowingKV, starts: Sequenc
 
     Args:
         x: [B, T, hidden], the layer's input; starts: per row, the first position that is no
-            padding: the indexer counts from there.
+            padding: the indexer counts from there. In a pass with a placement, B are its rows.
 
     Returns:
         their index queries [B, n, T, d], in the dtype of the cache.
     """
-    at = torch.arange(kv.length - x.shape[1], kv.length, device=x.device)
-    first = torch.tensor(starts, device=x.device)
-    positions = (at[None, :] - first[:, None]).clamp(min=0)
+    new, rows = x.shape[1], len(starts)
+    columns = (kv.length - new,) * rows if kv.placement is None else kv.placement.columns
+    begins, first = (torch.tensor(values, device=x.device)[:, None] for values in (columns, starts))
+    positions = (begins + torch.arange(new, device=x.device) - first).clamp(min=0)
     x = x.to(next(indexer.parameters()).dtype)
     dtype = kv.keys.dtype
     kv.append_index(indexer.keys(layer, x, positions).to(dtype))

@@ -13,6 +13,7 @@ from . import guard, interface
 from .session import Progress, Session
 from .vocabulary import boundary_tokens, find_tokenizer
 
+IN_MEMORY = "(in memory)"  # in the place of the folder of an indexer that was never saved
 NO_TOKENIZER = (
     "the boundary trigger is off: no tokenizer was given and none lies beside the model, so slow "
     "steps come from the other triggers alone (pass tokenizer=, or set triggers.boundary=false)"
@@ -41,7 +42,8 @@ def attach(
         config: what to do; None is `Config.preset("default")`.
         tokenizer: the model's tokenizer, for the boundary trigger. None: the one saved beside the
             model, if any.
-        indexer: one in memory, for a config that uses an indexer; None: from its folder.
+        indexer: one in memory, for a config that uses an indexer, or for drafts of mode "exact";
+            None: from the config's folder.
         progress: called as progress(phase, done, total): phase "prefill" or "decode", tokens done
             of total (0: unknown).
 
@@ -59,7 +61,7 @@ def attach(
         raise ConfigError(f"config={config!r} is not possible: a reread.Config or None")
     guard.check_model(model)
     interface.require_free(model)
-    config = _checked(model, config)
+    config = _checked(model, config, indexer)
     boundary, note = None, ""
     if config.mode not in ("dense", "exact") and config.triggers.boundary:
         tokenizer = tokenizer if tokenizer is not None else find_tokenizer(model)
@@ -74,8 +76,10 @@ def attach(
     return session
 
 
-def _checked(model: Any, config: Config) -> Config:
+def _checked(model: Any, config: Config, indexer: Indexer | None) -> Config:
     """What a mode asks of the model and of the rest of the config."""
+    if config.mode == "exact" and indexer is not None and config.indexer is None:
+        config = dataclasses.replace(config, indexer=IN_MEMORY)
     if config.mode == "exact" and model.config.get_text_config(decoder=True) is not model.config:
         raise UnsupportedError(
             f"{type(model).__name__} is no text-only model, whose positions mode 'exact' could not "

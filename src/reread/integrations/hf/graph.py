@@ -54,7 +54,7 @@ def decode_attention(
     Args:
         q: [B, H, T, D]; k, v: [B, Hkv, T, D]; layer: int64 [], on the CPU. T is 1 but for passes
             that verify.
-        index: [B, 1, 2 d], what an indexer's projections gave; None without one.
+        index: [B, T, 2 d], what an indexer's projections gave; None without one.
 
     Returns:
         [B, T, H, D].
@@ -62,7 +62,7 @@ def decode_attention(
     step = _Active.step
     assert step is not None, "the op runs only within a step"
     if q.shape[2] > 1:
-        out = step.arena.verify(int(layer), q, _Active.shape, scale, (k, v))
+        out = step.arena.verify(int(layer), q, _Active.shape, scale, (k, v), index)
         return out.transpose(1, 2).contiguous()
     raw = None if index is None else index[:, 0]
     out = step.attention(int(layer), q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, raw)

@@ -100,8 +100,11 @@ class Reader:
 
         assert self._turns is not None, "the kernels' way"
         index = kv.index_room(raw.shape[1], raw[:, None, :, : self.indexer.card.width])
-        begins = on_device(tuple(starts), raw.device)
-        lengths = torch.full_like(begins, kv.length)
+        begins, new = on_device(tuple(starts), raw.device), raw.shape[1]
+        placed, everyone = kv.placement, tuple(range(len(starts)))
+        assert placed is None or placed.rows == everyone, "the kernels write all rows of the cache"
+        columns = (kv.length - new,) * len(everyone) if placed is None else placed.columns
+        lengths = on_device(tuple(first + new for first in columns), raw.device)
         return turn_and_append(raw, index, self._turns, begins, lengths)[:, None]
 
 

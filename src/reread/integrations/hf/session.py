@@ -74,7 +74,7 @@ class Session:
         if self._backend == "triton" and self._layers:
             self._runner = Runner(model, config, self._layers, self._reader)
         exact = config.mode == "exact" and bool(self._layers)
-        of_exact = model, config, self._conversations, self._runner
+        of_exact = model, config, self._conversations, self._runner, self._reader
         self._exact = Decoder(*of_exact) if exact else None
         self._prompts: PromptLayers | None = None
         if self._runner is not None and self._prefill is not None:

@@ -24,6 +24,7 @@ from ....policy.draft import DraftLength
 from ..arguments import put
 from ..cache import cache_keyword
 from ..conversation import Conversation, Conversations, spans
+from ..indexed import Reader
 from ..recorder import Recorder
 from ..runner import Runner
 from .device_passes import DevicePasses
@@ -47,10 +48,16 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, config: Config, conversations: Conversations, runner: Runner | None
+        self,
+        model: Any,
+        config: Config,
+        conversations: Conversations,
+        runner: Runner | None,
+        reader: Reader | None = None,
     ) -> None:
+        """reader: of the indexer that chooses what drafts read, if any."""
         self._model, self._config, self._conversations = model, config, conversations
-        self._runner = runner
+        self._runner, self._reader = runner, reader
         self.passes: Passes | None = None
         self.goes_on = False
 
@@ -110,9 +117,9 @@ class Decoder:
     ) -> Passes:
         of = self._model, self._config, cache
         if self._runner is None:
-            return Passes(*of, conversation.states, mask, valid)
+            return Passes(*of, conversation.states, mask, valid, self._reader)
         self._runner.recheck()
-        return DevicePasses(*of, conversation, mask, rows, self._runner)
+        return DevicePasses(*of, conversation, mask, rows, self._runner, self._reader)
 
     def decode(
         self,

@@ -23,6 +23,7 @@ from ....steps import RowStep, StepShape
 from ....types import StepKind
 from ....verifying import Pass
 from ..conversation import Conversation
+from ..indexed import Reader
 from ..runner import Runner
 from .ahead import Ahead
 from .passes import Passes
@@ -41,9 +42,10 @@ class DevicePasses(Passes):
         mask: Tensor | None,
         rows: Sequence[Row],
         runner: Runner,
+        reader: Reader | None = None,
     ) -> None:
         """rows: of the whole batch."""
-        super().__init__(model, config, cache, conversation.states, mask, None)
+        super().__init__(model, config, cache, conversation.states, mask, None, reader)
         self._conversation, self._rows, self._runner = conversation, rows, runner
         self._steps: list[RowStep] = []
         self._shape = StepShape.FAST
@@ -156,6 +158,11 @@ class DevicePasses(Passes):
                 )
                 for row, column in zip(self._rows, columns, strict=True)
             ]  # fmt: skip
+        if config.indexed:
+            return [
+                RowStep.afresh(row.start, column + 1, config, asked=row.index not in idle)
+                for row, column in zip(self._rows, columns, strict=True)
+            ]
         ends, starts = [column + 1 for column in columns], tuple(row.start for row in self._rows)
         kinds = tuple(StepKind.FULL if b in idle else StepKind.FAST for b in range(len(starts)))
         plan = StepPlan(kinds, starts, max(ends), None, (True,) * len(starts))
@@ -184,22 +191,24 @@ class DevicePasses(Passes):
             output = self._runner.replay(arena, shape, ids, positions, max(columns) + new, given)
             if output is not None:
                 for state in self.states.values():
-                    state.kv.wrote(max(columns) + new)
+                    state.kv.wrote(max(columns) + new, indexed=arena.index is not None)
                 logits: Tensor = output.logits
                 return logits
         self._runner.ran = "eager"
-        everywhere = tuple(range(len(self._rows)))
-        self.running = Pass(everywhere, (), tuple(c + new for c in columns), verify)
+        everywhere, starts = tuple(range(len(self._rows))), tuple(row.start for row in self._rows)
+        self.running = Pass(everywhere, starts, tuple(c + new for c in columns), verify)
         return self._by_model(ids, positions, everywhere, columns)
 
-    def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """One layer of a pass that runs kernel by kernel: [B, H, T, D] -> [B, T, H, D]."""
+    def read(self, layer: int, query: Tensor, scale: float, iq: Tensor | None = None) -> Tensor:
+        """One layer of a pass that runs kernel by kernel: [B, H, T, D] -> [B, T, H, D]; see
+        `Passes.read`."""
         arena = self._conversation.arena
         assert arena is not None
         assert self.running is not None
         if self.running.verify:
             return arena.verify(layer, query, self._shape, scale).transpose(1, 2)
-        return arena.attend(layer, query[:, :, 0], StepShape.FAST, scale).unsqueeze(1)
+        index = None if iq is None else iq[:, 0, 0].contiguous()
+        return arena.attend(layer, query[:, :, 0], StepShape.FAST, scale, index=index).unsqueeze(1)
 
     def _told(self, rows: Sequence[Row], first: Sequence[int], new: int, verify: bool) -> Pass:
         """What was read, for the meter."""

@@ -45,15 +45,20 @@ class Drafter:
         key = self._passes.key_bytes
         dense = sum(row.keys for row in rows) * key
         fast = sum(min(row.keys, self._config.budget) for row in rows) * key
+        fast += sum(row.keys for row in rows) * self._passes.index_bytes
         on = self._passes.on
         weights = self._passes.weight_bytes * WEIGHT.get(on, OTHER_WEIGHT)
         whole = weights + dense
-        choose = CHOOSE.get(on, OTHER_CHOOSE) * dense / whole
+        # what an indexer chooses is chosen by the sparse steps themselves
+        each = 0.0 if self._config.indexed else CHOOSE.get(on, OTHER_CHOOSE)
+        choose = each * dense / whole
         return Costs((weights + fast) / whole, QUERY.get(on, OTHER_QUERY), choose)
 
     def _length(self, row: Row) -> int:
         """How many tokens the row drafts now."""
-        if not row.basis or not self._pays or not self._sparse(row):
+        # an indexer needs nothing that a verification leaves
+        knows = row.basis or self._config.indexed
+        if not knows or not self._pays or not self._sparse(row):
             return 0
         room = self._texts.shape[1] - row.count - 1
         return max(0, min(row.policy.next(self._costs), room, self._unturned(row)))

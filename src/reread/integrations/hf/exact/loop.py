@@ -170,7 +170,9 @@ class Loop:
 
     def _evidence(self, rows: Sequence[Row]) -> frozenset[int]:
         """Rows that choose again by this verification: those which may draft behind it and whose
-        choice is missing or old."""
+        choice is missing or old. None where every draft chooses anew, by an indexer."""
+        if self._config.indexed:
+            return frozenset()
         drafting = [row for row in rows if self.drafter.may_draft(row)]
         due = [
             row for row in drafting

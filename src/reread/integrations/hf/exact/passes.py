@@ -15,6 +15,7 @@ from ....layer import LayerState
 from ....verifying import Pass, attend
 from .. import guard
 from ..cache import cache_keyword
+from ..indexed import Reader
 from .ahead import Ahead
 from .rows import Row
 
@@ -41,9 +42,12 @@ class Passes:
         states: dict[int, LayerState],
         mask: Tensor | None,
         valid: Tensor | None,
+        reader: Reader | None = None,
     ) -> None:
-        """mask: [B, columns] or None; valid: the same as bool, where some row has holes."""
+        """mask: [B, columns] or None; valid: the same as bool, where some row has holes; reader:
+        of an indexer that chooses what drafts read."""
         self._model, self._config, self.cache = model, config, cache
+        self._reader = reader
         self.states, self._mask, self._valid = states, mask, valid
         self.others = len(states) < len(cache.layers)
         self.turn, self.drifts = turn(model.config.get_text_config(decoder=True))
@@ -97,9 +101,13 @@ class Passes:
         try:
             for state in self.states.values():
                 state.kv.placement = placement
+            if self._reader is not None:
+                self._reader.listen()
             logits: Tensor = self._model(input_ids=ids, position_ids=positions, **given).logits
         finally:
             self.running = None
+            if self._reader is not None:
+                self._reader.stop()
             for state in self.states.values():
                 state.kv.placement = None
         guard.check_layers(type(self._model).__name__, self.states, self._seen)
@@ -140,12 +148,16 @@ class Passes:
         self._seen.add(layer)
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return self.read(layer, query, scale)
+        # also where everything is read: dense attention leaves other inputs than drafts have left
+        reader, starts = self._reader, self.running.starts
+        iq = None if reader is None else reader.read(module, layer, state.kv, starts)
+        return self.read(layer, query, scale, iq)
 
-    def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """One layer of the running pass: [N, H, T, D] -> [N, T, H, Dv]."""
+    def read(self, layer: int, query: Tensor, scale: float, iq: Tensor | None = None) -> Tensor:
+        """One layer of the running pass: [N, H, T, D] -> [N, T, H, Dv]; iq: [N, n, T, d], index
+        queries, where an indexer chooses."""
         assert self.running is not None
-        return attend(self.states[layer], query, self.running, self._config, scale)
+        return attend(self.states[layer], query, self.running, self._config, scale, iq)
 
     @property
     def on(self) -> str:
@@ -159,6 +171,14 @@ class Passes:
         kv_heads, _, dim = state.kv.keys.shape[1:]
         values = state.kv.values.shape[3]
         return kv_heads * (dim + values) * state.kv.keys.itemsize * len(self.states)
+
+    @property
+    def index_bytes(self) -> int:
+        """Of one position's index keys, which a draft reads of every position; 0 without them."""
+        if self._reader is None:
+            return 0
+        card, state = self._reader.indexer.card, next(iter(self.states.values()))
+        return card.heads * card.width * state.kv.keys.itemsize * len(self.states)
 
     def settle(
         self, rows: Sequence[Row], taken: dict[int, int], kept: frozenset[int] = frozenset()
