@@ -34,6 +34,8 @@ from benchmarks.readme_gpu import (
     gpu_refresh,
     gpu_ttft,
     needle_gpu,
+    paged_gpu,
+    vllm_gpu,
 )
 from benchmarks.readme_parts import load, table
 
@@ -180,6 +182,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "exact_needle": exact_needle,
     "exact_bf16": exact_bf16,
     "gpu_exact": gpu_exact,
+    "vllm_gpu": vllm_gpu,
+    "paged_gpu": paged_gpu,
     "eval_needle": eval_needle,
     "eval_speed": eval_speed,
     "eval_fidelity": eval_fidelity,

@@ -195,3 +195,43 @@ def gpu_indexed() -> str:
             )
         )
     return table(head, rows)
+
+
+def vllm_gpu() -> str:
+    """vLLM with and without the plug-in, by cell."""
+    cells = load("vllm_gpu")["cells"]
+    stock = {(c["rows"], c["length"]): c for c in cells if c["arm"] == "vllm"}
+    ours = {(c["rows"], c["length"]): c for c in cells if c["arm"] == "reread"}
+    head = (
+        "rows × context", "vLLM, tokens/s", "reread, tokens/s", "×", "vLLM, ms a step",
+        "reread, ms a step", "×, a step", "slow steps", "keys read",
+    )  # fmt: skip
+    rows = []
+    for cell, own in stock.items():
+        name, found = f"{cell[0]} × {size(cell[1])}", ours.get(cell)
+        shown = (f"{own['tokens_per_s']:.0f}", f"{own['step_ms']:.2f}")
+        if found is None:
+            rows.append((name, shown[0], "—", "—", shown[1], "—", "—", "—", "—"))
+            continue
+        rows.append(
+            (
+                name, shown[0], f"{found['tokens_per_s']:.0f}", f"{found['speedup']:.2f}",
+                shown[1], f"{found['step_ms']:.2f}", f"{own['step_ms'] / found['step_ms']:.2f}",
+                f"{found['stats']['slow_share']:.3f}", f"{found['stats']['keys_read_share']:.2f}",
+            )
+        )  # fmt: skip
+    return table(head, rows)
+
+
+def paged_gpu() -> str:
+    """Kernels of a decode step on contiguous rows and on vLLM's pages."""
+    names = ("slow", "one row slow", "no row slow", "fast", "choose, one", "choose, none")
+    head = ("rows × keys", "pages of", *names)
+    rows = [
+        (
+            f"{row['rows']} × {size(row['length'])}", str(row["page"] or "none"),
+            *(f"{row[name]:.1f}" for name in names),
+        )
+        for row in load("paged_gpu")["rows"]
+    ]  # fmt: skip
+    return table(head, rows)

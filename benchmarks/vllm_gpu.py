@@ -188,9 +188,8 @@ def main() -> None:
                 else:
                     result["cells"].append({"arm": arm, **line})
                 console.log(arm, {k: v for k, v in line.items() if k != "stats"})
+                ratios(result)
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
-    ratios(result)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
     columns = ("arm", "rows", "length", "tokens_per_s", "step_ms", "first_s", "speedup")
     show("vLLM", result["cells"], columns)
 

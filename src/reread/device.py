@@ -24,7 +24,8 @@ from .lanes import DEFAULT_OVERLAP, Lanes, Overlap
 from .layer import LayerState, check_buffers
 from .ops import refusal
 from .owners import Owners
-from .steps import FIELDS, RowStep, StepShape, note_chosen
+from .steps import RowStep, StepShape, note_chosen
+from .types import FIELDS
 
 if TYPE_CHECKING:
     from .ops.triton import Cache, Chosen, Workspace

@@ -11,9 +11,6 @@ from .config import Config
 from .layer import DeviceRow, LayerState
 from .types import StepKind
 
-# rows of the step tensor, int32 [len(FIELDS), B]
-FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh", "fast", "asked")
-
 
 class StepShape(Enum):
     """Which kernels one step of all rows needs; each is captured as a graph of its own."""

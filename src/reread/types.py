@@ -13,6 +13,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+# rows of the tensor that tells the kernels what a step is, int32 [len(FIELDS), B]
+FIELDS = ("starts", "lengths", "low", "high", "window", "dense", "refresh", "fast", "asked")
+
 
 class StepKind(Enum):
     """How one row reads its cache in one decode step."""

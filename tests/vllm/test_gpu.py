@@ -22,13 +22,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-TOKENS, NEW = 8192, 24
+TOKENS, NEW, PAGE = 8192, 24, 32
 # graphs without torch.compile: an engine starts in seconds
 QUICK: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"},
     "max_model_len": 16384,
+    "block_size": PAGE,
     "kv_cache_memory_bytes": 8 * 2**30,
     "gpu_memory_utilization": 0.5,
 }
@@ -127,7 +128,7 @@ def test_answers_are_those_of_stock_attention(
         assert answers(found, asked) == answers(dense, asked)
     if ask == ASKS["default"]:
         assert counted["fast_steps"] > 10 * len(asked.prompts)
-        assert counted["keys_read_share"] < 0.35
+        assert counted["keys_read_share"] < 0.45
         assert set(counted["slow_reasons"]) >= {"first", "boundary"}
 
 
@@ -152,29 +153,32 @@ def test_scheduling_changes_no_answer(
     assert stats(llm)["fast_steps"] > 10 * len(asked.prompts)
 
 
-def preempted(llm: Any) -> float:
-    """How many preemptions vLLM counted."""
-    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-
-
-def test_preemption_changes_no_answer(start: Any, asked: Asked, dense: Answers) -> None:
+def test_preemption_changes_no_answer(
+    start: Any, asked: Asked, dense: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages for fewer tokens than the requests need: some lose theirs and are replayed."""
-    per_token = 2 * 6 * 4 * 128 * 2
-    size = int(2.02 * TOKENS) * per_token
-    llm = start(
-        {},
-        kv_cache_memory_bytes=size,
-        enable_prefix_caching=False,
-        max_model_len=9000,
-        disable_log_stats=False,
-    )
-    new = 200  # long enough that both running requests need pages that are not there
-    found = run(llm, asked.prompts[:6], new)
-    print(stats(llm))
-    assert preempted(llm) > 0
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    lost: list[str] = []
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        lost.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counted)
+    # two prompts, and a few pages for what they generate
+    pages = 2 * -(-len(asked.prompts[0]) // PAGE) + 6
+    size = pages * PAGE * 2 * 6 * 4 * 128 * 2
+    llm = start({}, kv_cache_memory_bytes=size, enable_prefix_caching=False, max_model_len=9000)
+    found = run(llm, asked.prompts[:6], 200)
+    assert lost
     want = [d[: len(a)] for d, a in zip(dense[:6], asked.answers, strict=False)]
     got = [f[: len(a)] for f, a in zip(found, asked.answers, strict=False)]
     assert got == want
+    # nothing that was replayed counts twice
+    kinds = [stats(llm)[f"{kind}_steps"] for kind in ("slow", "fast", "full")]
+    assert 6 * 199 <= sum(kinds) <= 6 * 201
 
 
 def test_aborted_requests_leave_nothing(start: Any, asked: Asked) -> None:

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ...config import Config
-from ...steps import FIELDS
+from ...types import FIELDS
 from . import trigger_kernels
 
 # rows of `info`, of `state`, and of the step tensor

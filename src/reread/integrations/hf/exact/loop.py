@@ -86,6 +86,7 @@ class Loop:
             self.rows, self._chooser.verify(logits[:, None], self.rows), strict=True
         ):
             self.append(row, tokens[0])
+        self._show(self.rows)
 
     def run(self, progress: Callable[[int], None]) -> None:
         """Until every row has ended; progress: told of the longest text's tokens."""
@@ -117,18 +118,25 @@ class Loop:
                 row.done = self._ending.hard or full
             if row.done:
                 break
-        if self._chooser.reads:
-            self._write(row)
         return row.count - before
 
-    def _write(self, row: Row) -> None:
-        """Bring the row's text up to date; on a GPU every write is a launch."""
-        if row.fresh:
+    def _write(self, *rows: Row) -> None:
+        """Bring the rows' texts up to date, all in one transfer."""
+        places: list[tuple[int, int, int]] = []
+        for row in rows:
             at = self._written[row.index]
-            self._written[row.index] = after = at + len(row.fresh)
-            texts = self._texts
-            texts[row.index, at:after] = upload([row.fresh], texts.device)[0]
+            places += [(row.index, at + i, token) for i, token in enumerate(row.fresh)]
+            self._written[row.index] += len(row.fresh)
             row.fresh = []
+        if places:
+            columns = [list(values) for values in zip(*places, strict=True)]
+            of, at_column, tokens = upload(columns, self._texts.device)
+            self._texts[of, at_column] = tokens
+
+    def _show(self, rows: Sequence[Row]) -> None:
+        """Let whoever chooses tokens see the rows' texts."""
+        if self._chooser.reads:
+            self._write(*rows)
 
     # -- verifying
 
@@ -187,6 +195,7 @@ class Loop:
         for row in rows:
             taken[row.index] = self.extend(row, found[row.index][1])
             row.length += taken[row.index]
+        self._show(rows)
         return taken
 
     def _together(
@@ -199,6 +208,7 @@ class Loop:
             for row in rows:
                 self.append(row, found[row.index][1][kept])
             kept += 1
+        self._show(rows)
         for row in self.rows:
             row.length += kept
             row.count = row.length + 1 - self._offset
@@ -218,8 +228,7 @@ class Loop:
             fill: whether the cache goes on to be used, so that rows which ended early need the
                 padding that dense decoding reads behind them.
         """
-        for row in self.rows:
-            self._write(row)
+        self._write(*self.rows)
         end = self.width - 1 + self._offset
         for row in self.rows:
             row.length, row.done = min(row.length, end), False

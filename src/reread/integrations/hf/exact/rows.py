@@ -95,6 +95,12 @@ def require_number(row: Row, value: float) -> None:
         )
 
 
+def _require_numbers(rows: Sequence[Row], largest: Sequence[float]) -> None:
+    """`require_number` of each row that is not done; largest: of its logits."""
+    for row, value in zip(rows, largest, strict=True):
+        require_number(row, 0.0 if row.done else value)
+
+
 class Chooser:
     """How one call of `generate` chooses tokens: its logits processors, greedy or sampling."""
 
@@ -160,8 +166,9 @@ class Chooser:
             logits: [N, T, V] of the newest token and the drafted ones; T may be larger.
         """
         if not self.plain:
-            for own, row in zip(logits, rows, strict=True):
-                require_number(row, float(own.max()) if not row.done else 0.0)
+            if not any(row.draft for row in rows):
+                return self._next(logits[:, 0].float(), rows)
+            _require_numbers(rows, logits.amax(dim=-1).amax(dim=-1).tolist())
             return [self._verify(own, row) for own, row in zip(logits, rows, strict=True)]
         # one read for both; argmax as dense decoding takes it, ties included
         best, largest = logits.argmax(dim=-1), logits.amax(dim=-1).amax(dim=-1, keepdim=True)
@@ -174,6 +181,35 @@ class Chooser:
             )
             found.append((n, [int(token) for token in tokens[: n + 1]]))
         return found
+
+    def _next(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
+        """`verify` where nothing is drafted: one token of each row, all rows together and one read;
+        logits: fp32 [N, V]."""
+        scores = self._scores_of(logits, rows)
+        if self._sample:
+            chances = torch.nan_to_num(torch.softmax(scores, dim=-1), nan=1.0)
+            tokens = torch.multinomial(chances, 1)[:, 0]
+        else:
+            tokens = scores.argmax(dim=-1)
+        largest, found = torch.stack([logits.amax(dim=-1).double(), tokens.double()]).tolist()
+        _require_numbers(rows, largest)
+        return [(0, [int(token)]) for token in found]
+
+    def _scores_of(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """`_scores` of several rows [N, V]: one call of the processors for all rows whose texts are
+        of one length, which see the batch as in dense decoding."""
+        if not self.reads:
+            return logits
+        scores, batch = torch.empty_like(logits), self._texts.shape[0]
+        for count in sorted({row.count for row in rows}):
+            here = [i for i, row in enumerate(rows) if row.count == count]
+            places = [rows[i].index for i in here]
+            if places == list(range(batch)):
+                return torch.as_tensor(self._processors(self._texts[:, :count], logits.clone()))
+            whole = logits.new_zeros(batch, logits.shape[1])
+            whole[places] = logits[here]
+            scores[here] = self._processors(self._texts[:, :count], whole)[places]
+        return scores
 
     def _verify(self, logits: Tensor, row: Row) -> tuple[int, list[int]]:
         """One row; logits: [T, V]."""
