@@ -123,11 +123,12 @@ class Engine:
         if n:
             self.arena.attend(name, q[:n], pages, tables[:n], got[:n], SCALE)
         for replay in served.replays:
-            for i, board in enumerate(replay.boards):
-                at, row = replay.first + i, slice(replay.row, replay.row + 1)
-                checked.append(at)
-                given = q[at : at + 1], pages, tables[row], got[at : at + 1], SCALE, board
-                self.arena.attend(name, *given)
+            first, row = replay.first, slice(replay.row, replay.row + 1)
+            for board in replay.boards:
+                at, first = slice(first, first + board.rows), first + board.rows
+                checked += range(at.start, at.stop)
+                own = tables[row].expand(board.rows, -1)
+                self.arena.attend(name, q[at], pages, own, got[at], SCALE, board)
         torch.testing.assert_close(got[checked].cpu(), want[checked], rtol=2e-5, atol=2e-5)
 
     def same_counts(self) -> None:
@@ -163,7 +164,7 @@ def test_batches_of_many_requests(case: str, device: torch.device) -> None:
         if len(texts) < 3 and step < 24 and draw.random() < 0.6:
             prompt = draw.choice([1, 5, 20, 33])
             texts.append(engine.text(f"r{step}", prompt, prompt + draw.randrange(8, 24)))
-        if texts and draw.random() < 0.15 and case != "dense":
+        if texts and draw.random() < 0.15:
             victim = draw.choice(texts)
             if victim.cached > victim.prompt:
                 engine.lose(victim)
@@ -210,6 +211,51 @@ def test_a_replay_in_two_chunks(device: torch.device) -> None:
     engine.ours.drop({"a", "b"}, ())
     assert not engine.ours.requests
     assert engine.ours.nbytes == 0
+
+
+def test_a_dense_request_may_resume_behind_its_prompt(device: torch.device) -> None:
+    """In mode "dense" generated tokens' pages are offered to others, the request itself too."""
+    engine = Engine(CONFIG.updated({"mode": "dense"}), 2, device, seed=4)
+    text = engine.text("a", 20, 40)
+    engine.step([(text, 20)])
+    for _ in range(8):
+        engine.step([(text, 1)])
+    engine.step([(text, 1)], lost={"a"})
+    engine.same_counts()
+
+
+def test_steps_that_choose_nothing_are_replayed_together(device: torch.device) -> None:
+    engine = Engine(CONFIG.updated({"boundary": False}), 4, device, seed=5)
+    text = engine.text("a", 40, 80)
+    engine.step([(text, 40)])
+    for _ in range(17):
+        engine.step([(text, 1)])
+    engine.lose(text)
+    engine.ours.learn(wait=True)
+    sizes: list[int] = []
+    whole = engine.layer
+
+    def layer(name: str, batch: Any, tables: Tensor, served: Any) -> None:
+        sizes[:] = [board.rows for replay in served.replays for board in replay.boards]
+        whole(name, batch, tables, served)
+
+    engine.layer = layer  # type: ignore[method-assign]  # to look on
+    engine.step([(text, 58)], lost={"a"})
+    # slow, six fast ones (at most four at once), slow, ...; the newest step is planned alone
+    assert sizes == [1, 4, 2, 1, 4, 2, 1, 2, 1]
+    engine.same_counts()
+
+
+def test_warming_up_leaves_nothing(device: torch.device) -> None:
+    engine = Engine(CONFIG, 3, device, seed=6)
+    before = engine.arena.state.clone()
+    engine.arena.warm_up(PAGE, torch.float32)
+    assert torch.equal(engine.arena.state, before)
+    assert not any(bool(counts.any()) for counts in engine.arena.counts.values())
+    text = engine.text("a", 20, 40)
+    engine.step([(text, 20)])
+    engine.step([(text, 1)])
+    engine.same_counts()
 
 
 def test_lanes_are_dealt_out_again(device: torch.device) -> None:

@@ -53,6 +53,15 @@ class Board:
         step = torch.zeros(len(trigger.STEP), rows, dtype=torch.int32, device=device)
         return cls(step, torch.zeros(rows, dtype=torch.int32, device=device))
 
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return int(self.codes.shape[0])
+
+    def column(self, row: int) -> Board:
+        """One row of it, which shares its memory."""
+        return Board(self.step[:, row : row + 1], self.codes[row : row + 1])
+
     def field(self, name: str, rows: int) -> Tensor:
         """int32 [rows]."""
         from ...ops.triton import trigger
@@ -123,7 +132,7 @@ class PagedArena:
         shape = self.shape
         return Workspace(
             self.rows, shape.heads, shape.kv_heads, shape.dim, self.longest, self.device,
-            evidence=evidence and self.config.mode != "dense",
+            evidence=evidence and self.config.mode != "dense", masses=False,
         )  # fmt: skip
 
     @property
@@ -151,15 +160,25 @@ class PagedArena:
         self._staging.upload([tuple(row) for row in info] + [idle] * (self.rows - len(info)))
         self._plan(self.info, tokens, self.board, 0)
 
-    def replay(self, info: Sequence[Sequence[int]], tokens: Tensor) -> list[Board]:
-        """Plan several steps of one request, one after the other: a board each."""
-        columns = torch.tensor([list(row) for row in info], dtype=torch.int32).T.contiguous()
+    def replay(self, groups: Sequence[Sequence[Sequence[int]]], tokens: Tensor) -> list[Board]:
+        """Plan several steps of one request, one after the other. Steps of a group read nothing
+        that another of them chooses, so they run as the rows of one board.
+
+        Args:
+            groups: of the steps' values in the order of INFO; at most `rows` each.
+        """
+        flat = [list(step) for group in groups for step in group]
+        columns = torch.tensor(flat, dtype=torch.int32).T.contiguous()
         if self.device.type == "cuda":
             columns = columns.pin_memory()
         given = columns.to(self.device, non_blocking=True)
-        boards = [Board.of(1, self.device) for _ in info]
-        for i, board in enumerate(boards):
-            self._plan(given, tokens, board, i)
+        boards, column = [], 0
+        for group in groups:
+            board = Board.of(len(group), self.device)
+            for i in range(len(group)):
+                self._plan(given, tokens, board.column(i), column)
+                column += 1
+            boards.append(board)
         return boards
 
     def _plan(self, info: Tensor, tokens: Tensor, board: Board, column: int) -> None:
@@ -168,6 +187,23 @@ class PagedArena:
         trigger.plan_steps(
             info, tokens, self.ends, self.state, board.step, board.codes, self.config, row=column
         )
+
+    def warm_up(self, page: int, dtype: torch.dtype) -> None:
+        """Compile the kernels for every number of rows, so that no request waits for it. page:
+        positions of a page."""
+        shape = self.shape
+        cache = torch.zeros(1, 2, page, shape.kv_heads, shape.dim, dtype=dtype, device=self.device)
+        pages = cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
+        most = -(-self.longest // page)
+        tables = torch.zeros(self.rows, most, dtype=torch.int32, device=self.device)
+        tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
+        q = torch.zeros(self.rows, shape.heads, shape.dim, dtype=dtype, device=self.device)
+        for rows in range(1, self.rows + 1):
+            self.tell([], tokens)
+            for name in {self.layers[0], self.layers[-1]}:
+                out = torch.empty_like(q[:rows])
+                self.attend(name, q[:rows], pages, tables[:rows], out, shape.dim**-0.5)
+            self.lanes.barrier()
 
     def uncertain(self, flags: Tensor, lanes: Tensor) -> None:
         """Note which lanes' outputs were uncertain: flags bool [B], lanes int64 [B]."""

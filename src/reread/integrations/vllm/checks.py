@@ -31,6 +31,20 @@ def check_layer(impl: Any, *, quantised: bool) -> None:
             )
 
 
+def check_kind(name: str, layer: Any) -> None:
+    """Refuse a layer that is a kind of vLLM's attention with rules of its own (learned sinks before
+    the text, windows that keep the prompt).
+
+    Raises:
+        UnsupportedError: names the layer and its kind.
+    """
+    if type(layer).__name__ != "Attention":
+        raise UnsupportedError(
+            f"{name} is a {type(layer).__name__}, which reread does not cover: run this model "
+            "without it"
+        )
+
+
 def no_layer(model: str) -> UnsupportedError:
     """A model without a layer that the plug-in makes sparse."""
     return UnsupportedError(

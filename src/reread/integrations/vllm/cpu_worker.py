@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from . import compat, memory
-from .checks import no_layer
+from .checks import check_kind, no_layer
 from .cpu_backend import RereadImpl
 from .metrics import Counts, Page
 from .options import config_of
@@ -39,6 +39,7 @@ class RereadCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is absent where 
             super().load_model(**kwargs)
         for name, layer in compat.attention_layers(self.vllm_config).items():
             if isinstance(layer.impl, RereadImpl) and layer.impl.sparse:
+                check_kind(name, layer)
                 layer.impl.registry = self.reread
                 self._sparse[name] = layer.impl
         if not self._sparse:

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from ...errors import UnsupportedError
 from .checks import check_layer
 from .compat import attention_layers
 from .lanes import LaneRegistry, Pass, Replay
@@ -72,8 +73,14 @@ class RereadFlashBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  
         super().__init__(*args, **kwargs)
         layers = attention_layers(self.vllm_config)
         impls = [layers[name].impl for name in self.layer_names if name in layers]
-        ours = {i.registry for i in impls if isinstance(i, RereadFlashImpl) and i.sparse}
+        sparse = [i for i in impls if isinstance(i, RereadFlashImpl) and i.sparse]
+        ours = {i.registry for i in sparse}
         assert len(ours) < 2, "one worker has one registry"
+        if sparse and len(sparse) < len(impls):
+            raise UnsupportedError(
+                "full-attention and other layers in one group of vLLM's cache are not supported "
+                "with reread: leave disable_hybrid_kv_cache_manager unset"
+            )
         self._registry: LaneRegistry | None = next(iter(ours), None)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -197,9 +204,10 @@ class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is abse
                 name, query[:n].contiguous(), pages, plan.block_table[:n], output[:n], self.scale
             )
         for replay in plan.replays:
-            table = plan.block_table[replay.row : replay.row + 1]
-            for i, board in enumerate(replay.boards):
-                at = slice(replay.first + i, replay.first + i + 1)
-                q = query[at].contiguous()
-                arena.attend(name, q, pages, table, output[at], self.scale, board)
+            first, table = replay.first, plan.block_table[replay.row : replay.row + 1]
+            for board in replay.boards:
+                at = slice(first, first + board.rows)
+                q, own = query[at].contiguous(), table.expand(board.rows, -1)
+                arena.attend(name, q, pages, own, output[at], self.scale, board)
+                first += board.rows
         return output

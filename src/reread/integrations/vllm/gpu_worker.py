@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from ...errors import ConfigError
 from . import compat, memory
 from .arena import LayerShape, PagedArena
-from .checks import no_layer
+from .checks import check_kind, no_layer
 from .gpu_backend import RereadFlashImpl
 from .lanes import LaneRegistry
 from .metrics import Counts, Page
@@ -40,6 +40,7 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
         sparse: dict[str, RereadFlashImpl] = {}
         for name, layer in compat.attention_layers(self.vllm_config).items():
             if isinstance(layer.impl, RereadFlashImpl) and layer.impl.sparse:
+                check_kind(name, layer)
                 sparse[name] = layer.impl
         if not sparse:
             raise no_layer(self.model_config.model)
@@ -80,6 +81,8 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
         """
         available = int(super().determine_available_memory())
         arena = self.reread.arena
+        if self.cache_config.kv_cache_memory_bytes:
+            return available  # given by the user for pages alone; the state is there already
         memory.check_room(
             arena.nbytes,
             arena.nbytes // arena.rows,
@@ -88,6 +91,10 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
             available,
         )
         return available - arena.nbytes
+
+    def compile_or_warm_up_model(self) -> Any:
+        self.reread.arena.warm_up(self.cache_config.block_size, self.model_config.dtype)
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         registry = self.reread

@@ -40,7 +40,8 @@ class LaneRequest:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Steps that one row of a pass takes one after the other, behind what it has of its prompt."""
+    """Steps that one row of a pass takes one board after the other, behind what it has of its
+    prompt; first: the token of the first of them."""
 
     row: int
     first: int
@@ -59,6 +60,22 @@ class Pass:
     rows: int
     decodes: int
     replays: tuple[Replay, ...] = ()
+
+
+def _groups(steps: list[tuple[int, ...]], most: int) -> list[list[tuple[int, ...]]]:
+    """Steps of one request, in order: runs of steps that choose nothing, at most so many, and alone
+    those that do or may."""
+    from ...ops.triton import trigger
+
+    groups: list[list[tuple[int, ...]]] = []
+    open_run = False
+    for step in steps:
+        alone = step[4] not in (0, trigger.FULL)
+        if alone or not open_run or len(groups[-1]) == most:
+            groups.append([])
+        groups[-1].append(step)
+        open_run = not alone
+    return groups
 
 
 class LaneRegistry:
@@ -154,7 +171,7 @@ class LaneRegistry:
                 self._release(request)
             request = self.requests[row.name] = LaneRequest(row.prompt)
         if request.lane is None:
-            assert row.cached <= row.prompt, (
+            assert row.cached <= row.prompt or self.config.mode == "dense", (
                 "a request resumes behind its prompt: its generated pages must not be cached"
             )
             request.lane = self._free.pop()
@@ -175,11 +192,10 @@ class LaneRegistry:
     def _replay(
         self, row: BatchRow, at: int, first: int, steps: list[tuple[int, ...]], tokens: Tensor
     ) -> Replay:
-        boards = self.arena.replay(steps, tokens)
+        boards = self.arena.replay(_groups(steps, self.arena.rows), tokens)
         request = self.requests[row.name]
-        for step, board in zip(steps, boards, strict=True):
-            if step[4] < 0:
-                self._told.append((Telling(board.codes), [(request, 0)]))
+        if steps[-1][4] < 0:  # the newest token's step is none that ran before
+            self._told.append((Telling(boards[-1].codes), [(request, 0)]))
         return Replay(at, first + row.new - len(steps), boards)
 
     def done(self) -> None:

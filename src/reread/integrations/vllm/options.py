@@ -3,6 +3,7 @@ refused before weights load."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,10 +126,18 @@ def _check_gpu(vllm_config: Any) -> None:
         raise UnsupportedError(
             f"max_num_seqs={most} is not supported with reread on a GPU: at most {MAX_SEQS}"
         )
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16"):
+        raise UnsupportedError(f"dtype={dtype} is not supported on a GPU: bfloat16 or float16")
     backend = vllm_config.attention_config.backend
     if backend is not None and backend.name != "FLASH_ATTN":
         raise UnsupportedError(
             f"attention backend {backend.name} is not supported with reread: FLASH_ATTN, or unset"
+        )
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        raise UnsupportedError(
+            "VLLM_BATCH_INVARIANT is not supported with reread, whose kernels share their work by "
+            "the batch: leave it unset"
         )
 
 
@@ -180,6 +189,10 @@ def _check_parallel(vllm_config: Any, config: Config) -> None:
             raise UnsupportedError(
                 f"{name}={getattr(parallel, name)} is not supported with reread: 1"
             )
+    if getattr(parallel, "use_ubatching", False):
+        raise UnsupportedError(
+            "enable_dbo and ubatch_size above 1 are not supported with reread: leave them unset"
+        )
     if parallel.tensor_parallel_size == 1:
         return
     # each process has its own KV heads, and the logits may be on one process only

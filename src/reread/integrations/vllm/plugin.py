@@ -75,9 +75,10 @@ def prepare(arguments: Any, platform: str) -> None:
         )
     if arguments.async_scheduling is None:
         # which scheduler is ours to say, so vLLM cannot decide it later
-        arguments.async_scheduling = platform == "cuda"
-    if platform == "cuda" and arguments.max_num_seqs is None:
-        arguments.max_num_seqs = MAX_SEQS
+        waits = arguments.distributed_executor_backend == "ray"
+        arguments.async_scheduling = platform == "cuda" and not waits
+    if platform == "cuda":
+        _prepare_gpu(arguments)
     scheduler = ASYNC_SCHEDULER if arguments.async_scheduling else SCHEDULER
     wanted = {"worker_cls": ("auto", WORKERS[platform]), "scheduler_cls": (None, scheduler)}
     for name, (default, ours) in wanted.items():
@@ -95,6 +96,14 @@ def prepare(arguments: Any, platform: str) -> None:
         # by the environment, because vLLM's other processes read it there too
         os.environ[RUNNER_VARIABLE] = "0"
         _SET.add(RUNNER_VARIABLE)
+
+
+def _prepare_gpu(arguments: Any) -> None:
+    if arguments.max_num_seqs is None:
+        arguments.max_num_seqs = MAX_SEQS
+    if arguments.attention_backend is None and arguments.attention_config.backend is None:
+        # ours takes this one's place; vLLM says why where a model cannot have it
+        arguments.attention_backend = "FLASH_ATTN"
 
 
 def _undo() -> None:

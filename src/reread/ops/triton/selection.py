@@ -59,6 +59,7 @@ def evidence(
     """
     rows, kv_heads, width = allowed[0].shape[0], kv.k.shape[1], kv.width
     on = work.always[:rows] if active is None else active
+    assert work.masses
     mass = work.mass.view(-1)[: rows * kv_heads * width].view(rows, kv_heads, width)
     score.evidence_kernel[(triton.cdiv(width, CHUNK), rows * kv_heads)](
         work.logits, work.lse, mass, width, *allowed, on,

@@ -43,21 +43,22 @@ def plan_steps(
         tokens: int32, read at "at".
         ends: bool [vocabulary], as the Controller's boundary.
         state: int32 [len(STATE), lanes], read and written.
-        step: int32 [len(STEP), B], written; of a row that is a PROMPT or IDLE no field but its
-            kind, length and lane means anything.
+        step: int32 [len(STEP), B] with a last stride of 1, written; of a row that is a PROMPT or
+            IDLE no field but its kind, length and lane means anything.
         codes: int32 [B], written: the row's reason, -1 where it is no decode step.
         config: of mode "slow-fast" or "dense", with `triggers.first_step`.
-        row: with `info` of one column per step instead of per row: the column of this step, and
-            B = 1.
+        row: where `info` has a column per step instead of per row, the column of this step; step
+            and codes are then one column of wider ones, B = 1.
     """
     triggers = config.triggers
     rows = codes.shape[0]
     assert info.is_contiguous()
-    assert step.is_contiguous()
-    assert step.shape[1] in (1, info.shape[1])
+    assert step.stride(1) == 1
+    assert step.shape[1] == rows
+    assert rows in (1, info.shape[1])
     trigger_kernels.plan_kernel[(1,)](
         info, tokens, codes if ends is None else ends, state, step, codes, info.shape[1],
-        step.shape[1], state.shape[1], row, config.sink, config.recent, config.budget,
+        step.stride(0), state.shape[1], row, config.sink, config.recent, config.budget,
         triggers.t_max or 0, triggers.t_min, rows,
         BPAD=max(2, triton.next_power_of_2(rows)), DENSE=config.mode == "dense",
         BELOW=config.dense_below_budget, BOUNDARY=triggers.boundary and ends is not None,

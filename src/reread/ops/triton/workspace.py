@@ -73,6 +73,7 @@ class Workspace:
         programs: what dense work is cut into; 0: one program an SM.
         queries: most queries of a row that are verified at once; 0: none.
         evidence: whether slow steps feed a Selector; without, its share is not allocated.
+        masses: whether anybody asks for the mass itself, as the prior does.
         parts, sums: unfinished softmax results of the attention kernels.
         lse, logits, mass: evidence. scores, members, hists, cursors, cuts, tallies, prior_sums: the
             Selector.
@@ -88,6 +89,7 @@ class Workspace:
     evidence: bool = True
     programs: int = 0
     queries: int = 0
+    masses: bool = True
     parts: Tensor = field(init=False)
     sums: Tensor = field(init=False)
     lse: Tensor = field(init=False)
@@ -117,7 +119,7 @@ class Workspace:
         heads = tiles if self.evidence else 0
         self.lse = self._fp32(self.rows, self.heads)
         self.logits = self._fp32(self.rows, self.heads, width)
-        self.mass = self._fp32(self.rows, self.kv_heads, width)
+        self.mass = self._fp32(self.rows, self.kv_heads, width if self.masses else 0)
         size = heads * -(-width // CHUNK) * CHUNK  # in whole chunks
         self.scores = self._fp32(size)
         self.members = torch.empty(2, size, dtype=torch.int32, device=self.device)
