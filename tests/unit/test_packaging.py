@@ -39,8 +39,8 @@ def _normal(package: str) -> str:
 
 
 def requirements(project: dict[str, Any]) -> list[Requirement]:
-    """All but vLLM's, which has an environment of its own."""
-    extras = [e for name, e in project["optional-dependencies"].items() if name != "vllm"]
+    """All but vLLM's, which has environments of its own."""
+    extras = [e for name, e in project["optional-dependencies"].items() if "vllm" not in name]
     return [Requirement(r) for r in [*project["dependencies"], *(r for e in extras for r in e)]]
 
 
@@ -58,7 +58,10 @@ def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any]) ->
 def test_vllm_is_pinned_to_the_release_that_the_plug_in_takes(project: dict[str, Any]) -> None:
     from reread.integrations.vllm.compat import TESTED
 
-    (requirement,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    extras = project["optional-dependencies"]
+    (gpu,) = map(Requirement, extras["vllm-gpu"])
+    assert str(gpu.specifier) == f"=={TESTED['cuda'][-1]}"
+    (requirement,) = map(Requirement, extras["vllm"])
     version = pins("constraints-vllm.txt")[requirement.name]
     assert requirement.specifier.contains(version)
     assert version in TESTED["cpu"]
