@@ -11,6 +11,8 @@ in all. The result file grows with every shape.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import Tensor
 from reread.config import Config
 from reread.evaluation.provenance import provenance
 from reread.ops import triton as kernels
+from reread.ops.triton.decode import SPARSE
 
 from .common import console, show
 
@@ -71,10 +74,11 @@ class Layer:
             allowed=(self.low, self.high) if evidence else None,
         )  # fmt: skip
 
-    def sparse(self) -> None:
+    def sparse(self, tuning: kernels.Tuning = SPARSE) -> None:
         kernels.decode_sparse(
-            self.q, self.kv, self.chosen, scale=DIM**-0.5, work=self.work, out=self.out
-        )
+            self.q, self.kv, self.chosen, scale=DIM**-0.5, work=self.work, out=self.out,
+            tuning=tuning,
+        )  # fmt: skip
 
     def mixed(self, slow: Tensor) -> None:
         kernels.decode_mixed(
@@ -117,14 +121,46 @@ def measure(rows: int, length: int, page: int) -> dict[str, Any]:
     return found
 
 
+def tune(rows: int, length: int) -> list[dict[str, Any]]:
+    """Fast steps on pages of 16 with other launch parameters, the fastest first; each is compared
+    with the ones that users get."""
+    layer = Layer(rows, length, PAGES[0], max(n for _, n in SHAPES))
+    layer.sparse()
+    want, found = layer.out.clone(), []
+    for block, warps, stages, splits in itertools.product(
+        (32, 64), (4, 8), (3, 5), (1, 2, 3, 4, 6, 8)
+    ):
+        if rows * KV_HEADS * splits > 8 * layer.work.programs:
+            continue
+        tuning = kernels.Tuning(block, warps, stages, splits=splits)
+        layer.work = kernels.Workspace(
+            rows, HEADS, KV_HEADS, DIM, 2048, layer.q.device, evidence=False,
+            programs=rows * KV_HEADS * splits,
+        )  # fmt: skip
+        layer.sparse(tuning)
+        assert bool(torch.allclose(layer.out.float(), want.float(), atol=2e-2)), tuning
+        us = timed(lambda tuning=tuning: layer.sparse(tuning))  # type: ignore[misc]  # bound now
+        found.append({"rows": rows, "length": length, **dataclasses.asdict(tuning), "us": us})
+    found.sort(key=lambda row: float(row["us"]))
+    console.log(found[:3])
+    return found
+
+
 def main() -> None:
     """All shapes on contiguous rows and on pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/paged_gpu.json"))
     parser.add_argument("--commit", help="for a copy of the tree without its history")
+    parser.add_argument("--tune", action="store_true", help="launch parameters of fast steps")
     args = parser.parse_args()
     found = provenance("cuda")
     rows: list[dict[str, Any]] = []
+    if args.tune:
+        rows = [row for shape in SHAPES for row in tune(*shape)]
+        args.json.write_text(
+            json.dumps({**found, "commit": args.commit or found["commit"], "rows": rows}, indent=1)
+        )
+        return
     for shape in SHAPES:
         for page in (0, *PAGES):
             rows.append(measure(*shape, page))
