@@ -280,7 +280,7 @@ def test_an_interrupt_between_two_kernels_spoils_no_later_selection(
     with reread.attach(net, reference(config)):
         want = tokens(net, prompt(60), 4)
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
         monkeypatch.setattr(selection, "top_k", top_k)
         raise KeyboardInterrupt
 
