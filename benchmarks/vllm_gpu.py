@@ -211,7 +211,7 @@ def lines_of(arm: str, folder: Path, args: argparse.Namespace) -> Any:
             else:
                 sys.stderr.write(line)
     if process.returncode:
-        console.log(f"{arm}: ended with {process.returncode}")
+        raise SystemExit(f"{arm}: ended with {process.returncode}; what it measured is kept")
 
 
 def ratios(result: dict[str, Any]) -> None:

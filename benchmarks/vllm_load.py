@@ -175,6 +175,8 @@ def main() -> None:
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     show("load", result["rows"], list(result["rows"][0]))
     console.log(f"ended {load.ended}, aborted {load.aborted}, errors {load.errors[:3]}")
+    if load.errors:
+        raise SystemExit(f"{len(load.errors)} requests went wrong: see {args.json}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import reread
 from reread import Config, DraftConfig
+from reread.errors import NumericalError
 from reread.policy import acceptance
 
 from . import tiny
@@ -255,3 +256,21 @@ def test_rows_of_a_batch_draw_on_their_own() -> None:
         tiny.model("llama"), ids, config=small(4), max_new_tokens=16, do_sample=True
     )
     assert all(a != b for a, b in itertools.combinations(out.sequences.tolist(), 2))
+
+
+class _Broken(LogitsProcessor):
+    """Gives NaN for the second token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * torch.nan if input_ids.shape[1] == 41 else scores
+
+
+def test_nan_of_a_processor_is_no_draw() -> None:
+    """Where nothing is drafted, rows are drawn together: a NaN there must not become any token."""
+    net = tiny.model("qwen3")
+    ids = torch.arange(2, 42).repeat(2, 1)
+    with pytest.raises(NumericalError, match="row 0"):
+        reread.generate(
+            net, ids, config=Config.preset("exact"), max_new_tokens=4, do_sample=True,
+            logits_processor=LogitsProcessorList([_Broken()]),
+        )  # fmt: skip

@@ -45,6 +45,14 @@ def check_kind(name: str, layer: Any) -> None:
         )
 
 
+def other_backend(name: str, layer: Any) -> UnsupportedError:
+    """A full-attention layer that the model gives a backend of its own: it would stay dense."""
+    return UnsupportedError(
+        f"{name} runs {type(layer.impl).__name__}, which reread does not replace: run this model "
+        "without it"
+    )
+
+
 def no_layer(model: str) -> UnsupportedError:
     """A model without a layer that the plug-in makes sparse."""
     return UnsupportedError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.gpu_worker import Worker
 
 from ...errors import ConfigError
 from . import compat, memory
 from .arena import LayerShape, PagedArena
-from .checks import check_kind, no_layer
+from .checks import check_kind, no_layer, other_backend
 from .gpu_backend import RereadFlashImpl
 from .lanes import LaneRegistry
 from .metrics import Counts, Page
@@ -42,6 +43,8 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
             if isinstance(layer.impl, RereadFlashImpl) and layer.impl.sparse:
                 check_kind(name, layer)
                 sparse[name] = layer.impl
+            elif layer.attn_type == AttentionType.DECODER and layer.sliding_window is None:
+                raise other_backend(name, layer)
         if not sparse:
             raise no_layer(self.model_config.model)
         self.reread = LaneRegistry(config_of(self.vllm_config), self._arena(sparse))

@@ -185,13 +185,15 @@ class Chooser:
     def _next(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
         """`verify` where nothing is drafted: one token of each row, all rows together and one read;
         logits: fp32 [N, V]."""
-        scores = self._scores_of(logits, rows)
+        scores, top = self._scores_of(logits, rows), logits.amax(dim=-1)
         if self._sample:
-            chances = torch.nan_to_num(torch.softmax(scores, dim=-1), nan=1.0)
-            tokens = torch.multinomial(chances, 1)[:, 0]
+            chances = torch.softmax(scores, dim=-1)
+            # a NaN is refused below, of the logits or of what processors made of them
+            top = torch.maximum(top, chances.amax(dim=-1))
+            tokens = torch.multinomial(torch.nan_to_num(chances, nan=1.0), 1)[:, 0]
         else:
             tokens = scores.argmax(dim=-1)
-        largest, found = torch.stack([logits.amax(dim=-1).double(), tokens.double()]).tolist()
+        largest, found = torch.stack([top.double(), tokens.double()]).tolist()
         _require_numbers(rows, largest)
         return [(0, [int(token)]) for token in found]
 
