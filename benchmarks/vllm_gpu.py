@@ -7,9 +7,10 @@ The model has a real shape and random weights. So that ends of sentences come as
 text (one slow step in about nine, sentences.json), its tokenizer's vocabulary has that share of
 them, and tokens are sampled at temperature 1, which with such weights is nearly uniform. Each arm
 is a process of its own with the same engine arguments. A cell's prompts are read once with one
-output token (time to the first token, all rows), then decoded from vLLM's prefix cache, so that all
-rows are resident and decode together: `tokens_per_s` is rows x new tokens over the whole of that
-call, the better of two; `step_ms` is from the difference of a long and a short call.
+output token (`first_s`: until all rows have their first token), then decoded from vLLM's prefix
+cache, so that all rows are resident and decode together: `tokens_per_s` is rows x new tokens over
+the whole of that call, the better of two; `step_ms` is from the difference of a long and a short
+call.
 """
 
 from __future__ import annotations
@@ -33,15 +34,22 @@ ROOT = Path(__file__).resolve().parents[1]
 CELLS = ((16, 2048), (16, 16384), (8, 65536), (4, 131072))
 ENDS = 0.09  # share of the vocabulary that ends a sentence
 SHORT = 32
+INDEXER = "<folder>"  # in the place of the stress indexer's
+WIDTH = 64  # of it
 ARMS: dict[str, dict[str, Any]] = {
     "vllm": {},
     "reread": {"additional_config": {"reread": {"preset": "default"}}},
     "vllm, sync": {"async_scheduling": False},
+    # an indexer with random weights: its choice is of no use, and costs what a trained one's does
+    "reread, sparse prefill": {
+        "additional_config": {"reread": {"preset": "default", "prefill": {"indexer": INDEXER}}}
+    },
     "reread, sync": {
         "async_scheduling": False,
         "additional_config": {"reread": {"preset": "default"}},
     },
 }
+INDEXED = "reread, sparse prefill"
 ENTRY = """[vllm.general_plugins]
 reread = reread.integrations.vllm.plugin:register
 reread_bench_weights = benchmarks.vllm_gpu:register_weights
@@ -57,6 +65,8 @@ def register_weights() -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+    from reread.integrations.vllm.compat import embedding_of
+
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is absent where types are checked
         def load_weights(self, model: Any, model_config: Any) -> None:
             torch.manual_seed(0)
@@ -64,12 +74,47 @@ def register_weights() -> None:
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.normal_(0.0, SPREAD)
+                embedding = embedding_of(model)
+                rows = corner(embedding.shape[1])
+                embedding[: len(rows)] = rows.to(embedding)
 
     register_model_loader(WEIGHTS)(RandomLoader)
 
 
+def corner(hidden: int) -> Any:
+    """The embedding's first rows, by which an indexer knows its model: always the same."""
+    import torch
+
+    from reread.integrations.hf.indexers import SAMPLE
+
+    return SPREAD * torch.randn(SAMPLE, hidden, generator=torch.Generator().manual_seed(0))
+
+
+def make_indexer(folder: Path, config: Any) -> None:
+    """An indexer with random weights for that model."""
+    import torch
+
+    from reread.indexer.model import Indexer, IndexerCard
+    from reread.integrations.hf.cache import sparse_layers
+    from reread.integrations.hf.indexers import identity_of, rope_theta
+
+    torch.manual_seed(0)
+    card = IndexerCard(
+        layers=sparse_layers(config), hidden=config.hidden_size, width=WIDTH,
+        theta=rope_theta(config), backbone=identity_of(config, corner(config.hidden_size)),
+        record={"init": "random"},
+    )  # fmt: skip
+    Indexer(card).save(folder)
+
+
+def asked(arm: str, model: str) -> dict[str, Any]:
+    """The arm's engine arguments."""
+    text = json.dumps(ARMS[arm]).replace(INDEXER, model)
+    return dict(json.loads(text))
+
+
 def make_model(folder: Path, shape: str) -> None:
-    """A config and a tokenizer, no weights."""
+    """A config, a tokenizer and an indexer, no weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -81,6 +126,7 @@ def make_model(folder: Path, shape: str) -> None:
     config.architectures = ["Qwen3ForCausalLM"]
     config.max_position_embeddings = 2 * max(length for _, length in CELLS)
     config.save_pretrained(folder)
+    make_indexer(folder, config)
     draw = random.Random(0)
     words = {f"w{i}" + ("." if draw.random() < ENDS else ""): i for i in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -113,7 +159,7 @@ def run_arm(args: argparse.Namespace) -> None:
     llm = LLM(
         args.model, load_format=WEIGHTS, max_model_len=max(n for _, n in args.cells) + 512,
         max_num_seqs=max(rows for rows, _ in args.cells), gpu_memory_utilization=0.92, seed=0,
-        **ARMS[args.arm],
+        **asked(args.arm, args.model),
     )  # fmt: skip
     print(json.dumps({"started_s": time.perf_counter() - began}), flush=True)
     draw = random.Random(1)
@@ -166,6 +212,9 @@ def since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     if grown:
         steps = grown["slow_steps"] + grown["fast_steps"]
         grown["slow_share"] = grown["slow_steps"] / max(1.0, steps)
+        prompts = "prompt_keys_read", "prompt_keys_cached"
+        read, cached = (after[name] - before[name] for name in prompts)
+        grown["prompt_keys_read_share"] = read / cached if cached else 1.0
         grown["keys_read_share"] = grown["keys_read"] / max(1.0, grown["keys_cached"])
     return grown
 
@@ -190,7 +239,9 @@ def main() -> None:
                 console.log(arm, {k: v for k, v in line.items() if k != "stats"})
                 ratios(result)
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
-    columns = ("arm", "rows", "length", "tokens_per_s", "step_ms", "first_s", "speedup")
+    columns = (
+        "arm", "rows", "length", "tokens_per_s", "step_ms", "first_s", "speedup", "first_ratio",
+    )  # fmt: skip
     show("vLLM", result["cells"], columns)
 
 
@@ -247,7 +298,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--cells", type=_cells, default=CELLS, help="16x2048,4x131072")
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--arms", type=lambda text: text.split(";"), default=["vllm", "reread"])
+    parser.add_argument(
+        "--arms", type=lambda text: text.split(";"), default=["vllm", "reread", INDEXED]
+    )
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import console, show
-from .vllm_gpu import ARMS, WEIGHTS, make_model, provenance, surroundings
+from .vllm_gpu import INDEXED, WEIGHTS, asked, make_model, provenance, surroundings
 
 
 class Load:
@@ -137,7 +137,7 @@ async def serve(args: argparse.Namespace, folder: Path) -> Load:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    given = {} if args.stock else ARMS["reread"]
+    given = {} if args.stock else asked(INDEXED if args.indexed else "reread", str(folder))
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             str(folder), load_format=WEIGHTS, max_model_len=args.longest + 1024, max_num_seqs=32,
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
     parser.add_argument("--longest", type=int, default=32768)
     parser.add_argument("--every", type=float, default=15.0, help="seconds between memory readings")
+    parser.add_argument("--indexed", action="store_true", help="prompts are read sparsely, too")
     parser.add_argument("--stock", action="store_true", help="without the plug-in")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     args = parser.parse_args()
@@ -168,7 +169,8 @@ def main() -> None:
         sys.path[:0] = [name]  # the entry point, for this process
         load = asyncio.run(serve(args, Path(name) / "model"))
     result = {
-        **provenance(args), "minutes": args.minutes, "rate": args.rate, "longest": args.longest,
+        **provenance(args), "indexed": args.indexed,
+        "minutes": args.minutes, "rate": args.rate, "longest": args.longest,
         "rows": load.table(), "memory": load.memory, "ended": load.ended,
         "aborted": load.aborted, "errors": load.errors, "tokens": load.tokens,
     }  # fmt: skip

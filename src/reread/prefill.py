@@ -15,6 +15,7 @@ from .layer import LayerState
 from .ops import indexer_topk, prefill_sparse
 from .oracle import choose
 from .prefilling import SparsePrefill
+from .types import BlockSelection
 
 # blocks that end before it are faster dense on the GPU: benchmarks/results/gpu_prefill.json
 CROSSOVER = 6144
@@ -140,11 +141,8 @@ def prefill_row(
         at = slice(piece.first - offset, piece.last - offset)
         seen = slice(0, piece.last)
         if index is not None and config.chooser == "indexer":
-            selection = indexer_topk(
-                index[0][:, at], index[1][:, seen],
-                start=start, edges=piece.edges, windows=piece.windows, sizes=piece.sizes,
-                sink=config.sink, backend=backend,
-            )  # fmt: skip
+            asked = index[0][:, at], index[1][:, seen]
+            selection = _predicted(*asked, start, piece, config, backend)
         else:
             selection = choose(q[:, at], k[:, seen], start, piece, config, scale)
         prefill_sparse(
@@ -154,6 +152,44 @@ def prefill_row(
         )  # fmt: skip
         _count(piece, start, config.sink, meter)
     return out
+
+
+@torch.no_grad()
+def prefill_pages(
+    q: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, last: int, config: SparsePrefill,
+    scale: float, meter: PrefillMeter, *, index: tuple[Tensor, Tensor],
+    backend: str = "reference", out: Tensor,
+) -> None:  # fmt: skip
+    """`prefill_row` of a row without padding whose keys and values lie in pages; an indexer
+    chooses.
+
+    Args:
+        q, out: [H, T, D], the queries at positions up to `last`, one past the newest.
+        pages: keys and values, each [pages, Hkv, page size, D]; table: int32, the row's in order.
+        index: queries [n, T, d] and keys [n, L, d] of the row, L at least `last`.
+    """
+    offset = last - q.shape[1]
+    meter.backend = backend
+    rows = 1 if backend == "triton" else q.shape[0] * config.b_sel
+    for piece in pieces(offset, last, 0, config, rows):
+        at = slice(piece.first - offset, piece.last - offset)
+        own = index[0][:, at], index[1][:, : piece.last]
+        prefill_sparse(
+            q[:, at], *pages, _predicted(*own, 0, piece, config, backend), table=table,
+            start=0, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
+            backend=backend, out=out[:, at],
+        )  # fmt: skip
+        _count(piece, 0, config.sink, meter)
+
+
+def _predicted(
+    iq: Tensor, ik: Tensor, start: int, piece: Piece, config: SparsePrefill, backend: str
+) -> BlockSelection:
+    """What an indexer chooses for a piece: iq [n, N, d] of its queries, ik [n, L, d] up to it."""
+    return indexer_topk(
+        iq, ik, start=start, edges=piece.edges, windows=piece.windows, sizes=piece.sizes,
+        sink=config.sink, backend=backend,
+    )  # fmt: skip
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

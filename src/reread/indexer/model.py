@@ -76,6 +76,21 @@ class Indexer(nn.Module):
         self.query = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
         self.key = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
 
+    def check_fits(self, hidden: int, layers: Sequence[int]) -> None:
+        """Refuse a model of other shapes: hidden: width of its layers' input; layers: indices of
+        those that need a part.
+
+        Raises:
+            InputError: a part is missing, or of another width.
+        """
+        missing = [i for i in layers if i not in self.card.layers]
+        if missing:
+            raise InputError(f"the indexer has no part for layers {missing} of the model")
+        if self.card.hidden != hidden:
+            raise InputError(
+                f"the indexer reads inputs of {self.card.hidden}, the model has {hidden}"
+            )
+
     def queries(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """x: [..., N, hidden], the input of the layer's attention, at `positions` (int64, [..., N],
         counted from the row's first token). Returns [..., n, N, d], scaled by 1 / sqrt(d)."""

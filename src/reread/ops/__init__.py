@@ -170,6 +170,7 @@ def prefill_sparse(
     scale: float,
     backend: str = "auto",
     out: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Attention of consecutive queries of one row, each block of them over sink + selected +
     everything from its window on, causal to the token.
@@ -183,18 +184,25 @@ def prefill_sparse(
         sink: how many of the row's first positions are always read.
         backend: as for `resolve_backend`.
         out: [H, N, Dv] to write to; None: made.
+        table: int32 [pages], the row's pages in order; k and v are then [pages, Hkv, page size, D]
+            of all rows, of any strides but the last.
 
     Returns:
         [H, N, Dv].
     """
     assert q.shape[1] == edges[-1] - edges[0], "a query for each position"
-    assert k.shape[1] == edges[-1], "keys up to the last query"
+    if table is None:
+        assert k.shape[1] == edges[-1], "keys up to the last query"
+    else:
+        assert table.shape[0] * k.shape[2] >= edges[-1], "pages up to the last query"
     assert len(windows) == len(selection.sizes) == len(edges) - 1
     spans: dict[str, Any] = {"start": start, "edges": edges, "windows": windows, "sink": sink}
     if resolve_backend(backend, q.device) == "triton":
         from . import triton
 
-        return triton.prefill_sparse(q, k, v, selection, **spans, scale=scale, out=out)
+        return triton.prefill_sparse(q, k, v, selection, **spans, scale=scale, out=out, table=table)
+    if table is not None:
+        k, v = (_row_of(x, table, edges[-1]) for x in (k, v))
     made = reference.prefill_sparse(q, k, v, selection, **spans, scale=scale)
     return made if out is None else out.copy_(made)
 
@@ -257,6 +265,11 @@ def tail_evidence(
     assert q.shape[0] == kv.k.shape[0]
     assert q.shape[1] % kv.k.shape[1] == 0, "query heads must be a multiple of KV heads"
     return reference.tail_evidence(q, kv, positions, scale=scale, allowed=allowed, alpha=alpha)
+
+
+def _row_of(pages: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` positions that lie in the pages of a table: [Hkv, length, D]."""
+    return pages[table.long()].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def _check(q: Tensor, kv: KVView) -> None:

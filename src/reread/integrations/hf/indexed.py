@@ -41,13 +41,9 @@ class Reader:
             UnsupportedError: an attention that is not given its layer's input.
         """
         card = indexer.card
-        missing = [i for i in layers if i not in card.layers]
-        if missing:
-            raise InputError(f"the indexer has no part for layers {missing} of the model")
         weight = model.get_input_embeddings().weight
         hidden = model.config.get_text_config(decoder=True).hidden_size
-        if card.hidden != hidden:
-            raise InputError(f"the indexer reads inputs of {card.hidden}, the model has {hidden}")
+        indexer.check_fits(hidden, layers)
         own = copy.deepcopy(indexer).to(device=weight.device, dtype=weight.dtype)
         self.indexer, self.layers = own.requires_grad_(False), layers
         self.digest = _digest(own)

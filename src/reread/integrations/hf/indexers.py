@@ -24,9 +24,16 @@ SAMPLE = 64  # rows and columns of the embedding that tell one training from ano
 def backbone_identity(model: Any) -> str:
     """Hash of the model's text config and of a corner of its embedding, which an indexer's card
     must carry to be used with it. The same in bfloat16 and in float32."""
-    corner = model.get_input_embeddings().weight[:SAMPLE, :SAMPLE].detach()
+    weight = model.get_input_embeddings().weight
+    return identity_of(model.config.get_text_config(decoder=True), weight)
+
+
+def identity_of(text: Any, embedding: Tensor) -> str:
+    """`backbone_identity` by its text config and its embedding [vocabulary, hidden], of which the
+    first SAMPLE rows are enough."""
+    corner = embedding[:SAMPLE, :SAMPLE].detach()
     values = corner.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
-    return identity(model.config.get_text_config(decoder=True).to_dict(), values)
+    return identity(text.to_dict(), values)
 
 
 def new_indexer(

@@ -115,6 +115,35 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     return dict(get_layers_from_vllm_config(vllm_config, Attention))
 
 
+def layer_context(name: str) -> tuple[Any, Any, Any]:
+    """Of a layer in the pass that runs: the layer, its metadata, and the slots of the pass's
+    tokens in its pages; None for what is not there, as in passes that serve nobody."""
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+
+    metadata, layer, _, slots = get_attention_context(name)
+    return layer, metadata, slots
+
+
+def layer_number(name: str) -> int:
+    """Which layer of the model an attention layer's name means."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(name))
+
+
+def embedding_of(model: Any) -> Any:
+    """The model's embedding [vocabulary of this process, hidden]; None where it has none."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+            return module.weight
+    return None
+
+
 def tokenizer_of(vllm_config: Any) -> Any | None:
     """The model's tokenizer, None where vLLM was told to do without."""
     from vllm.tokenizers.registry import cached_tokenizer_from_config

@@ -81,6 +81,14 @@ class RereadImpl(CPUAttentionBackendImpl):  # type: ignore[misc]  # vLLM is abse
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
+    def read_along(self, name: str, x: Tensor, metadata: Any, slots: Tensor) -> None:
+        """The layer's input x [N, hidden], before it attends; see `listening`."""
+        registry = self.registry
+        if registry is not None and registry.reader is not None and registry.plans:
+            positions = registry.positions()
+            count = len(positions)
+            registry.reader.index.read(name, x[:count], positions, slots[:count])
+
     def forward(
         self,
         layer: Any,

@@ -12,7 +12,7 @@ from .cpu_backend import RereadImpl
 from .metrics import Counts, Page
 from .options import config_of
 from .requests import Registry
-from .worker import boundary_of, stats
+from .worker import boundary_of, reader_of, stats
 
 BACKEND = "reread.integrations.vllm.cpu_backend.RereadBackend"
 
@@ -44,6 +44,17 @@ class RereadCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is absent where 
                 self._sparse[name] = layer.impl
         if not self._sparse:
             raise no_layer(self.model_config.model)
+        layers = compat.attention_layers(self.vllm_config)
+        sparse = {name: layers[name] for name in self._sparse}
+        self.reread.reader = reader_of(self, self.reread.config, sparse, "reference")
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        reader = self.reread.reader
+        if reader is not None:
+            layers = compat.attention_layers(self.vllm_config)
+            caches = {name: layers[name].kv_cache.shape for name in self._sparse}
+            reader.index.allocate({name: (at[0], at[2]) for name, at in caches.items()})
 
     def determine_available_memory(self) -> int:
         """What vLLM may give to pages, the state of the most requests at once set aside.
@@ -52,13 +63,11 @@ class RereadCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is absent where 
             ConfigError: so many requests' state leaves no room; names the number that would fit.
         """
         available = int(super().determine_available_memory())
-        return available - memory.set_aside(
-            self.reread.config,
-            list(self._sparse.values()),
-            self.vllm_config,
-            self.get_kv_cache_spec(),
-            available,
-        )
+        layers, reader = list(self._sparse.values()), self.reread.reader
+        state = memory.state_bytes(self.reread.config, layers, self.vllm_config)
+        index = (0, 0) if reader is None else (reader.index.slot_bytes, 0)
+        specs = self.get_kv_cache_spec()
+        return memory.room_for_pages(available, *state, self.vllm_config, specs, index)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         registry = self.reread
@@ -71,6 +80,8 @@ class RereadCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is absent where 
             registry.observe(compat.logits_of(self.model_runner))
         finally:
             registry.pending, registry.plans = None, ()
+            if registry.reader is not None:
+                registry.reader.index.forget()
         self._page.write(self._counts())
         return output
 

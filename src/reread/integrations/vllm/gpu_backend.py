@@ -4,6 +4,8 @@ ours."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +28,9 @@ from ...errors import UnsupportedError
 from .checks import check_layer
 from .compat import attention_layers
 from .lanes import LaneRegistry, Pass, Replay
+from .prompts import DenseRun, SparsePart
+
+Dense = tuple[tuple[int, int, FlashAttentionMetadata], ...]
 
 
 class RereadFlashBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is absent where types are checked
@@ -46,13 +51,17 @@ class RereadFlashMetadata(FlashAttentionMetadata):  # type: ignore[misc]  # vLLM
 
     Attributes:
         decodes: rows at the front of the batch with one token each, which our kernels attend.
-        prompts: of the rows behind them, for FlashAttention; None where there are none.
+        dense: of tokens behind them, for FlashAttention: the first, one past the last, and theirs.
+        sparse: of tokens behind them that an indexer chooses for.
         replays: steps that rows behind them take one after the other.
+        positions: of all tokens in their rows; None where nothing asks.
     """
 
     decodes: int = 0
-    prompts: FlashAttentionMetadata | None = None
+    dense: Dense = ()
+    sparse: tuple[SparsePart, ...] = ()
     replays: tuple[Replay, ...] = ()
+    positions: Tensor | None = None
 
 
 class RereadFlashBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is absent where types are checked
@@ -99,8 +108,18 @@ class RereadFlashBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  
             served = Pass(given.num_reqs, given.num_reqs if given.max_query_len == 1 else 0)
         if served.decodes == served.rows:
             return _ours(given, given.num_reqs)  # with those that are padding
-        prompts = super().build(0, _behind(given, served.decodes), fast_build)
-        return _ours(given, served.decodes, prompts, served.replays)
+        n = served.decodes
+        if served.dense is None:
+            whole = super().build(0, _behind(given, n), fast_build)
+            dense: Dense = ((n, given.num_actual_tokens, whole),)
+        else:
+            # without a schedule of FlashAttention's own: there is one buffer for it
+            build = functools.partial(super().build, 0, fast_build=True)
+            dense = tuple((r.first, r.last, build(_of_run(given, r))) for r in served.dense)
+        positions = None if self._registry.reader is None else given.positions
+        return _ours(
+            given, n, dense=dense, sparse=served.sparse, replays=served.replays, positions=positions
+        )
 
 
 def _full(spec: Any) -> bool:
@@ -110,8 +129,7 @@ def _full(spec: Any) -> bool:
 def _ours(
     given: Any,
     decodes: int,
-    prompts: FlashAttentionMetadata | None = None,
-    replays: tuple[Replay, ...] = (),
+    **behind: Any,
 ) -> RereadFlashMetadata:
     base = {
         "num_actual_tokens": given.num_actual_tokens,
@@ -127,7 +145,7 @@ def _ours(
         "prefix_kv_lens": None,
         "suffix_kv_lens": None,
     }
-    return RereadFlashMetadata(**base, decodes=decodes, prompts=prompts, replays=replays)
+    return RereadFlashMetadata(**base, decodes=decodes, **behind)
 
 
 def _behind(given: Any, rows: int) -> Any:
@@ -156,6 +174,26 @@ def _behind(given: Any, rows: int) -> Any:
     )
 
 
+def _of_run(given: Any, run: DenseRun) -> Any:
+    """What a batch says of the tokens of a run."""
+    device, rows = given.seq_lens.device, len(run.queries)
+    starts = torch.tensor([0, *itertools.accumulate(run.queries)], dtype=torch.int32)
+    lengths = torch.tensor(run.lengths, dtype=torch.int32)
+    at = slice(run.first, run.last)
+    return given.replace(
+        query_start_loc=starts.to(device, non_blocking=True),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to(device, non_blocking=True),
+        num_reqs=rows,
+        num_actual_tokens=run.last - run.first,
+        max_query_len=max(run.queries),
+        max_seq_len=max(run.lengths),
+        block_table_tensor=given.block_table_tensor[run.row : run.row + rows],
+        slot_mapping=given.slot_mapping[at],
+        positions=None if given.positions is None else given.positions[at],
+    )
+
+
 class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is absent where types are checked
     """One layer's attention; made when the model is built, before weights load.
 
@@ -173,6 +211,15 @@ class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is abse
         self.registry: LaneRegistry | None = None
         if self.sparse:
             check_layer(self, quantised="fp8" in str(self.kv_cache_dtype))
+
+    def read_along(self, name: str, x: Tensor, metadata: Any, slots: Tensor) -> None:
+        """The layer's input x [N, hidden], before it attends; see `listening`."""
+        if not isinstance(metadata, RereadFlashMetadata) or metadata.positions is None:
+            return  # decode steps alone: only prompts are asked about
+        assert self.registry is not None
+        assert self.registry.reader is not None
+        count = min(len(x), len(slots))
+        self.registry.reader.index.read(name, x[:count], metadata.positions, slots)
 
     def forward(
         self,
@@ -192,13 +239,19 @@ class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is abse
             return result
         plan, n = attn_metadata, attn_metadata.decodes
         assert self.registry is not None, "the worker hands its registry over after loading"
-        if plan.prompts is not None:
-            rest = query[n:], key[n:], value[n:], kv_cache, plan.prompts, output[n:]
-            super().forward(layer, *rest, *args, **kwargs)
+        for first, last, metadata in plan.dense:
+            at = slice(first, last)
+            own = query[at], key[at], value[at], kv_cache, metadata, output[at]
+            super().forward(layer, *own, *args, **kwargs)
         # [pages, 2, size, Hkv, D]: each as [pages, Hkv, size, D]
         k, v = kv_cache.unbind(1)
         pages, name = (k.transpose(1, 2), v.transpose(1, 2)), str(layer.layer_name)
         arena = self.registry.arena
+        for part in plan.sparse:
+            assert self.registry.reader is not None, "who planned the part"
+            self.registry.reader.attend_pages(
+                name, query, pages, plan.block_table[part.row], part, output, self.scale
+            )
         if n:
             arena.attend(
                 name, query[:n].contiguous(), pages, plan.block_table[:n], output[:n], self.scale

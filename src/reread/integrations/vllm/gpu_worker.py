@@ -16,7 +16,7 @@ from .gpu_backend import RereadFlashImpl
 from .lanes import LaneRegistry
 from .metrics import Counts, Page
 from .options import config_of
-from .worker import boundary_of, stats
+from .worker import boundary_of, reader_of, stats
 
 BACKEND = "reread.integrations.vllm.gpu_backend.RereadFlashBackend"
 
@@ -51,6 +51,9 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
         self.reread.tokens = lambda: self.model_runner.input_ids.gpu
         for impl in sparse.values():
             impl.registry = self.reread
+        layers = compat.attention_layers(self.vllm_config)
+        ours = {name: layers[name] for name in sparse}
+        self.reread.reader = reader_of(self, self.reread.config, ours, "triton")
 
     def _arena(self, sparse: dict[str, RereadFlashImpl]) -> PagedArena:
         config = config_of(self.vllm_config)
@@ -86,17 +89,26 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
         arena = self.reread.arena
         if self.cache_config.kv_cache_memory_bytes:
             return available  # given by the user for pages alone; the state is there already
-        memory.check_room(
-            arena.nbytes,
-            arena.nbytes // arena.rows,
-            self.vllm_config,
-            self.get_kv_cache_spec(),
-            available,
-        )
-        return available - arena.nbytes
+        index = (0, 0)
+        if (reader := self.reread.reader) is not None:
+            tokens = self.scheduler_config.max_num_batched_tokens
+            longest = self.model_config.max_model_len
+            index = reader.index.slot_bytes, reader.scratch_bytes(longest, tokens)
+        state = arena.nbytes, arena.nbytes // arena.rows
+        specs = self.get_kv_cache_spec()
+        return memory.room_for_pages(available, *state, self.vllm_config, specs, index)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self.reread.reader is not None:
+            layers = compat.attention_layers(self.vllm_config)
+            caches = {name: layers[name].kv_cache.shape for name in self.reread.arena.layers}
+            # [pages, 2, size, Hkv, D]
+            self.reread.reader.index.allocate({n: (at[0], at[2]) for n, at in caches.items()})
 
     def compile_or_warm_up_model(self) -> Any:
         self.reread.arena.warm_up(self.cache_config.block_size, self.model_config.dtype)
+        self.reread.warm_up_prompts(compat.attention_layers(self.vllm_config))
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:

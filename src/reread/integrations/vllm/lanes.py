@@ -4,9 +4,11 @@ learns it a step later: for the counts, and to replay the steps of a request tha
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...attention import Meter
@@ -16,6 +18,7 @@ from ...policy.trigger import entropy
 from ...types import StepKind
 from .arena import Board, PagedArena
 from .compat import BatchRow
+from .prompts import DenseRun, PromptReader, SparsePart, split
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +58,14 @@ class Pass:
     Attributes:
         rows: of the batch; decodes: those at its front that have one token each.
         replays: of the rows behind them.
+        dense, sparse: how those rows' prompts are read; None: all of it densely.
     """
 
     rows: int
     decodes: int
     replays: tuple[Replay, ...] = ()
+    dense: tuple[DenseRun, ...] | None = None
+    sparse: tuple[SparsePart, ...] = ()
 
 
 def _groups(steps: list[tuple[int, ...]], most: int) -> list[list[tuple[int, ...]]]:
@@ -87,6 +93,7 @@ class LaneRegistry:
         plan_of: the pass that is running; None outside of passes that serve requests.
         lanes_of_rows: of that pass's batch, in its order; the last lane where a row has none.
         tokens: gives the input ids of the pass, int32 on the device; the worker sets it.
+        reader: of prompts that are read sparsely; the worker sets it. None: they are not.
     """
 
     def __init__(self, config: Config, arena: PagedArena) -> None:
@@ -102,6 +109,7 @@ class LaneRegistry:
         self._told: deque[tuple[Telling, list[tuple[LaneRequest, int]]]] = deque()
         self.lanes_of_rows: list[int] = []
         self.tokens: Callable[[], Tensor]
+        self.reader: PromptReader | None = None
 
     def drop(self, ended: Iterable[str], lost: Iterable[str]) -> None:
         """Requests that ended are forgotten; of those that lost their pages only what their
@@ -147,8 +155,21 @@ class LaneRegistry:
         self.arena.tell(info, tokens)
         if asked:
             self._told.append((Telling(self.arena.board.codes), asked))
-        self.plan_of = Pass(len(rows), len(info), tuple(replays))
+        self.plan_of = Pass(len(rows), len(info), tuple(replays), *self._prompts(rows, len(info)))
         return self.plan_of
+
+    def _prompts(
+        self, rows: list[BatchRow], front: int
+    ) -> tuple[tuple[DenseRun, ...] | None, tuple[SparsePart, ...]]:
+        """How the prompts of the rows behind the first `front` are read."""
+        if self.reader is None:
+            return None, ()
+        runs, parts = split(rows, front, self.reader.config)
+        chosen = {part.row: part.begin for part in parts}
+        for at, row in enumerate(rows):
+            end = chosen.get(at, min(row.prompt, row.cached + row.new))
+            self.reader.count_dense(row.cached, max(row.cached, end), len(self.arena.layers))
+        return (runs if parts else None), parts
 
     def _prompt(self, row: BatchRow, at: int) -> tuple[int, ...]:
         """A row whose one token belongs to its prompt."""
@@ -201,6 +222,17 @@ class LaneRegistry:
     def done(self) -> None:
         """The pass is over, or failed."""
         self.pending, self.plan_of = None, None
+        if self.reader is not None:
+            self.reader.index.forget()
+
+    def warm_up_prompts(self, layers: Mapping[str, Any]) -> None:
+        """Compile what reads prompts sparsely; layers: vLLM's, with their pages."""
+        if self.reader is not None:
+            name, shape = self.arena.layers[0], self.arena.shape
+            k, v = (x.transpose(1, 2) for x in layers[name].kv_cache.unbind(1))
+            most = -(-self.arena.longest // k.shape[2])
+            table = torch.zeros(most, dtype=torch.int32, device=self.arena.device)
+            self.reader.warm_up(name, (k, v), shape.heads, self.arena.longest, table)
 
     # -- what the device has told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,22 +33,11 @@ def row_bytes(config: Config, heads: int, kv_heads: int, dim: int, size: int, lo
     return 2 * keys * kv_heads * dim * size + chosen + tail
 
 
-def set_aside(
-    config: Config,
-    layers: Sequence[Any],
-    vllm_config: Any,
-    specs: Mapping[str, Any],
-    available: int,
-) -> int:
-    """Bytes to keep free for the state of `max_num_seqs` requests.
+def state_bytes(config: Config, layers: Sequence[Any], vllm_config: Any) -> tuple[int, int]:
+    """Bytes of the state of `max_num_seqs` requests, and of one.
 
     Args:
         layers: implementations of the sparse layers.
-        specs: vLLM's cache specs of all layers, by name.
-        available: bytes that pages and state share.
-
-    Raises:
-        ConfigError: one request of the greatest length would not fit beside it.
     """
     longest = vllm_config.model_config.max_model_len
     size = vllm_config.model_config.dtype.itemsize
@@ -57,30 +47,49 @@ def set_aside(
     # while one layer chooses again, its old copy is still there
     spare = one // max(1, len(layers))
     most = int(vllm_config.scheduler_config.max_num_seqs)
-    total = most * one + spare
-    check_room(total, one, vllm_config, specs, available)
-    return total
+    return most * one + spare, one
 
 
-def check_room(
-    total: int, one: int, vllm_config: Any, specs: Mapping[str, Any], available: int
-) -> None:
-    """Refuse state that leaves no room for pages.
+def slot_bytes(specs: Mapping[str, Any]) -> float:
+    """Bytes of vLLM's pages for each token that all of them have room for.
 
     Args:
+        specs: vLLM's cache specs of all layers, by name.
+    """
+    # layers of one kind share a group's pages, and a page is one group's at a time
+    kinds: Counter[Any] = Counter(specs.values())
+    return float(min(spec.page_size_bytes / spec.block_size * n for spec, n in kinds.items()))
+
+
+def room_for_pages(
+    available: int,
+    total: int,
+    one: int,
+    vllm_config: Any,
+    specs: Mapping[str, Any],
+    index: tuple[int, int] = (0, 0),
+) -> int:
+    """What vLLM may give to pages, of the bytes that are there.
+
+    Args:
+        available: bytes that pages and all that is ours share.
         total: bytes of the state of `max_num_seqs` requests; one: of one of them.
-        specs, available: as for `set_aside`.
+        specs: vLLM's cache specs of all layers, by name.
+        index: of an indexer, bytes of a token's keys, which lie beside the pages, and of scratch.
 
     Raises:
-        ConfigError: one request of the greatest length would not fit beside it.
+        ConfigError: one request of the greatest length would not fit beside it; names the number of
+            requests that would.
     """
     longest = vllm_config.model_config.max_model_len
     most = int(vllm_config.scheduler_config.max_num_seqs)
-    pages = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
-    if not one or available - total >= pages:
-        return
+    beside = 1 + index[0] / slot_bytes(specs)
+    own = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
+    pages, available = int(own * beside), available - index[1]
+    if available - total >= pages or not (one or index[0]):
+        return int((available - total) / beside)
     spare = total - most * one
-    fits = max(0, (available - pages - spare) // one)
+    fits = max(0, (available - pages - spare) // one) if one else 0
     least = (pages + one + spare) / GIB
     advice = f"max_num_seqs={fits} would fit" if fits else f"one needs {least:.2f} GiB"
     raise ConfigError(

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...prefill import PrefillMeter
 from ...types import StepKind
 from .requests import Registry
 
 if TYPE_CHECKING:
     from .lanes import LaneRegistry
 
+PROMPT_SHARE = "prompt_keys_read_share"
 FOLDER_VARIABLE = "REREAD_VLLM_COUNTS"
 _FOLDERS: list[Path] = []  # of the engines that this process started
 
@@ -34,6 +36,8 @@ class Counts:
         keys_read, keys_cached: keys that decode steps read, and that dense steps would have read.
         refreshes, refresh_seconds: how often one layer of one request chose again, and the time.
         state_bytes: what is remembered of the requests that run.
+        prompt_keys_read, prompt_keys_cached: with a sparse prefill, keys that prompts' queries
+            read, and that dense attention would have read.
     """
 
     slow_steps: float = 0.0
@@ -44,12 +48,15 @@ class Counts:
     refreshes: float = 0.0
     refresh_seconds: float = 0.0
     state_bytes: float = 0.0
+    prompt_keys_read: float = 0.0
+    prompt_keys_cached: float = 0.0
 
     @classmethod
     def of(cls, registry: Registry | LaneRegistry, layers: int) -> Counts:
         """layers: how many are sparse."""
         meter = registry.meter
         steps = {kind: meter.runs[0][kind] / max(1, layers) for kind in StepKind}
+        prompts = PrefillMeter() if registry.reader is None else registry.reader.meter
         return cls(
             slow_steps=steps[StepKind.SLOW],
             fast_steps=steps[StepKind.FAST],
@@ -59,6 +66,8 @@ class Counts:
             refreshes=registry.refreshes,
             refresh_seconds=registry.refresh_s,
             state_bytes=registry.nbytes,
+            prompt_keys_read=prompts.read / 2,  # a meter counts twice
+            prompt_keys_cached=prompts.cached / 2,
         )
 
     @property
@@ -66,9 +75,15 @@ class Counts:
         """Keys read / keys that dense decoding would have read; 1 before the first decode step."""
         return self.keys_read / self.keys_cached if self.keys_cached else 1.0
 
+    @property
+    def prompt_keys_read_share(self) -> float:
+        """The same of prompts; 1 where they are read densely."""
+        return self.prompt_keys_read / self.prompt_keys_cached if self.prompt_keys_cached else 1.0
+
     def to_dict(self) -> dict[str, float]:
-        """All of them by name, the share included."""
-        return {**dataclasses.asdict(self), "keys_read_share": self.keys_read_share}
+        """All of them by name, the shares included."""
+        shares = {name: getattr(self, name) for name in ("keys_read_share", PROMPT_SHARE)}
+        return {**dataclasses.asdict(self), **shares}
 
 
 _FORM = struct.Struct(f"={len(dataclasses.fields(Counts))}d")
@@ -148,6 +163,11 @@ class Collector:
             "reread_keys_read_share",
             "Keys that decode steps read, as a share of those that dense decoding would have read.",
             value=counts.keys_read_share,
+        )
+        yield GaugeMetricFamily(
+            f"reread_{PROMPT_SHARE}",
+            "The same of the queries of prompts; 1 without a sparse prefill.",
+            value=counts.prompt_keys_read_share,
         )
         yield SummaryMetricFamily(
             "reread_refresh_seconds",

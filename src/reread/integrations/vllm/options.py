@@ -9,6 +9,7 @@ from typing import Any
 
 from ...config import Config
 from ...errors import ConfigError, UnsupportedError
+from .prefill_checks import check_prefill
 
 KEY = "reread"
 PACKAGE = "reread.integrations.vllm"
@@ -62,10 +63,14 @@ def check_config(config: Config) -> None:
         raise UnsupportedError(
             f"mode={config.mode!r} is not supported inside vLLM: 'slow-fast' or 'dense'"
         )
-    if config.prefill is not None:
+    if config.prefill is None:
+        return
+    if config.prefill.chooser != "indexer":
         raise UnsupportedError(
-            f"prefill={config.prefill.chooser!r} is not supported inside vLLM: leave it None"
+            f"prefill.chooser={config.prefill.chooser!r} is not supported inside vLLM: 'indexer'"
         )
+    if config.indexer_folder is None:
+        raise ConfigError("prefill.chooser='indexer' needs an indexer: set prefill.indexer to one")
 
 
 def check_platform(config: Config, platform: str) -> None:
@@ -109,6 +114,8 @@ def check_engine(vllm_config: Any, config: Config, platform: str) -> None:
     _check_model(vllm_config)
     _check_cache(vllm_config)
     _check_parallel(vllm_config, config)
+    if config.prefill is not None:
+        check_prefill(vllm_config, config.prefill, str(config.indexer_folder), platform)
     if vllm_config.speculative_config is not None:
         raise UnsupportedError(
             f"speculative decoding ({vllm_config.speculative_config.method}) is not supported with "

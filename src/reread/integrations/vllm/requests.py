@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...attention import Meter
@@ -16,6 +17,7 @@ from ...policy.controller import Controller
 from ...policy.trigger import entropy
 from ...types import StepKind
 from .compat import BatchRow
+from .prompts import PromptReader
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +94,7 @@ class Registry:
             outside of passes that serve requests.
         plans: of the pass that is running.
         refreshes, refresh_s: how often a row's layer chose again, and the seconds it took.
+        reader: of prompts that are read sparsely; the worker sets it. None: they are not.
     """
 
     def __init__(self, config: Config, boundary: Tensor | None) -> None:
@@ -103,6 +106,7 @@ class Registry:
         self.plans: tuple[RowPlan, ...] = ()
         self.refreshes = 0
         self.refresh_s = 0.0
+        self.reader: PromptReader | None = None
         self._reasons: Counter[str] = Counter()
 
     @property
@@ -156,6 +160,11 @@ class Registry:
         kinds = request.kinds
         can_select = kinds[-1] is not StepKind.FULL if kinds else self.keeps_tail
         return request.controller.plan([token], [keys], [can_select])[0]
+
+    def positions(self) -> Tensor:
+        """Of the pass's tokens in their rows: int64 [tokens]."""
+        spans = [torch.arange(p.cached, p.cached + p.new) for p in self.plans]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
     def observe(self, logits: Tensor | None) -> None:
         """Tell the outputs of the pass that ran, [rows, vocabulary]: the uncertainty trigger."""

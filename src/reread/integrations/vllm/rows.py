@@ -14,6 +14,7 @@ from ... import ops
 from ...attention import HOST, allowed_span, chosen_by, read_chosen
 from ...compact import CompactKV
 from ...kv import Buffers, GrowingKV
+from ...prefill import covers
 from ...types import KVView, StepKind
 from .pages import gather
 from .requests import Registry, RowPlan
@@ -78,7 +79,7 @@ class _Row:
         return KVView(k[:, :, :length], v[:, :, :length], (0,), (length,))
 
     def _prompt(self) -> Tensor:
-        """Dense causal attention of the new prompt tokens: [T, H, D]."""
+        """Attention of the new prompt tokens, dense or by what an indexer chooses: [T, H, D]."""
         plan, layer, registry = self.plan, self.layer, self.registry
         end = plan.cached + plan.prompt
         view = self._view(end)
@@ -86,6 +87,12 @@ class _Row:
         if registry.keeps_tail:
             self.state.kv.length = end
             self.state.remember_tail(q, registry.config.selector.tail_queries)
+        reader = registry.reader
+        if reader is not None and not covers(0, end, reader.config):
+            given = layer.name, q[0], view, plan.first, self.table, layer.scale
+            return reader.attend_row(*given).transpose(0, 1)
+        if reader is not None:
+            reader.count_dense(plan.cached, end, 1)
         return attend_causal(q, view.k, view.v, layer.scale)[0].transpose(0, 1)
 
     def _decode(self, kind: StepKind, at: int, length: int) -> tuple[Tensor, int]:

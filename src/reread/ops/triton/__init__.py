@@ -4,7 +4,7 @@ triton."""
 from .append import append
 from .decode import Tuning, decode_dense, decode_mixed, decode_sparse
 from .index import block_topk, index_refusal, index_scores, indexer_topk, on_device
-from .index_decode import choose_keys, frequencies, turn_and_append
+from .index_decode import choose_keys, frequencies, turn_and_append, turn_and_store
 from .inputs import Cache, Chosen
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
@@ -34,6 +34,7 @@ __all__ = [
     "refresh",
     "select",
     "turn_and_append",
+    "turn_and_store",
     "unsupported",
     "verify_dense",
 ]

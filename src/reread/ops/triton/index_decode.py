@@ -48,6 +48,29 @@ def turn_and_append(
     return queries
 
 
+def turn_and_store(
+    raw: Tensor, index: Tensor, turns: Tensor, positions: Tensor, slots: Tensor
+) -> Tensor:
+    """`turn_and_append` for tokens of any rows, whose keys go to slots of pages.
+
+    Args:
+        raw: [N, 2 d], W_q x and W_k x; index: [slots, d], contiguous; turns: from `frequencies`;
+            positions: int [>= N], each token's in its row; slots: int [>= N], below 0: nowhere.
+
+    Returns:
+        the index queries [N, d], scaled by 1 / sqrt(d).
+    """
+    tokens, width = raw.shape[0], index.shape[1]
+    queries = torch.empty(tokens, width, dtype=index.dtype, device=raw.device)
+    assert raw.stride(1) == 1
+    assert index.is_contiguous()
+    index_decode_kernels.turn_slots_kernel[(triton.cdiv(tokens, 32),)](
+        raw, raw.stride(0), positions, slots, index, queries, turns, tokens,
+        math.sqrt(1 / width), D=width, BT=32, num_warps=4,
+    )  # fmt: skip
+    return queries
+
+
 def choose_keys(
     queries: Tensor,
     index: Tensor,

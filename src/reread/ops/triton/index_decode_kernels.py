@@ -18,6 +18,23 @@ def turn(x, y, angle, scale):
 
 
 @triton.jit
+def turn_both(raw, angle, scale, to_query, to_key, keep, keep_key, D: tl.constexpr):
+    """Tokens whose `raw` values are a query, then a key, D numbers each: both turned and stored,
+    the query scaled. All pointers [BT, D / 2], to the first halves."""
+    HALF: tl.constexpr = D // 2
+    x = tl.load(raw, mask=keep, other=0.0).to(tl.float32)
+    y = tl.load(raw + HALF, mask=keep, other=0.0).to(tl.float32)
+    x, y = turn(x, y, angle, scale)
+    tl.store(to_query, x.to(to_query.dtype.element_ty), mask=keep)
+    tl.store(to_query + HALF, y.to(to_query.dtype.element_ty), mask=keep)
+    x = tl.load(raw + D, mask=keep, other=0.0).to(tl.float32)
+    y = tl.load(raw + D + HALF, mask=keep, other=0.0).to(tl.float32)
+    x, y = turn(x, y, angle, 1.0)
+    tl.store(to_key, x.to(to_key.dtype.element_ty), mask=keep_key)
+    tl.store(to_key + HALF, y.to(to_key.dtype.element_ty), mask=keep_key)
+
+
+@triton.jit
 def turn_kernel(
     raw, raw_row, raw_step, index, index_row, index_step, queries, frequencies, starts, lengths,
     tokens, scale, D: tl.constexpr, BT: tl.constexpr,
@@ -33,19 +50,29 @@ def turn_kernel(
     position = tl.maximum(at - tl.load(starts + b), 0)
     angle = position.to(tl.float32)[:, None] * tl.load(frequencies + i)[None, :]
     raw += b * raw_row + t[:, None].to(tl.int64) * raw_step + i[None, :]
-    dtype = queries.dtype.element_ty
-    x = tl.load(raw, mask=keep, other=0.0).to(tl.float32)
-    y = tl.load(raw + HALF, mask=keep, other=0.0).to(tl.float32)
-    x, y = turn(x, y, angle, scale)
-    to = queries + (b * tokens + t[:, None]) * D + i[None, :]
-    tl.store(to, x.to(dtype), mask=keep)
-    tl.store(to + HALF, y.to(dtype), mask=keep)
-    x = tl.load(raw + D, mask=keep, other=0.0).to(tl.float32)
-    y = tl.load(raw + D + HALF, mask=keep, other=0.0).to(tl.float32)
-    x, y = turn(x, y, angle, 1.0)
-    to = index + b * index_row + at[:, None].to(tl.int64) * index_step + i[None, :]
-    tl.store(to, x.to(dtype), mask=keep)
-    tl.store(to + HALF, y.to(dtype), mask=keep)
+    to_query = queries + (b * tokens + t[:, None]) * D + i[None, :]
+    to_key = index + b * index_row + at[:, None].to(tl.int64) * index_step + i[None, :]
+    turn_both(raw, angle, scale, to_query, to_key, keep, keep, D)
+
+
+@triton.jit
+def turn_slots_kernel(
+    raw, raw_step, positions, slots, index, queries, frequencies, tokens, scale,
+    D: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """`turn_kernel` for tokens of any rows: each has its position, and its slot of the index cache
+    [slots, D]; below 0: the key goes nowhere."""
+    HALF: tl.constexpr = D // 2
+    t, i = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, HALF)
+    live = t < tokens
+    keep = live[:, None] & (i < HALF)[None, :]
+    position = tl.load(positions + t, mask=live, other=0)
+    slot = tl.load(slots + t, mask=live, other=-1).to(tl.int64)
+    angle = position.to(tl.float32)[:, None] * tl.load(frequencies + i)[None, :]
+    raw += t[:, None].to(tl.int64) * raw_step + i[None, :]
+    to_query = queries + t[:, None].to(tl.int64) * D + i[None, :]
+    to_key = index + tl.maximum(slot, 0)[:, None] * D + i[None, :]
+    turn_both(raw, angle, scale, to_query, to_key, keep, keep & (slot >= 0)[:, None], D)
 
 
 @triton.jit

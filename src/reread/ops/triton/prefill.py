@@ -62,6 +62,7 @@ def prefill_sparse(
     sink: int,
     scale: float,
     out: Tensor | None = None,
+    table: Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> Tensor:
     """See `ops.prefill_sparse`.
@@ -71,16 +72,17 @@ def prefill_sparse(
     """
     heads, count, dim = q.shape
     block = max(b - a for a, b in pairwise(edges))
-    reason = prefill_refusal(heads // k.shape[0], block, 0)
-    if dim not in HEAD_DIMS or v.shape[2] != dim:
+    kv_heads = k.shape[-3]
+    reason = prefill_refusal(heads // kv_heads, block, 0)
+    if dim not in HEAD_DIMS or v.shape[-1] != dim:
         wanted = ", ".join(map(str, HEAD_DIMS))
-        reason = f"head dims {dim} of keys and {v.shape[2]} of values: the same, one of {wanted}"
+        reason = f"head dims {dim} of keys and {v.shape[-1]} of values: the same, one of {wanted}"
     if reason is not None:
         raise UnsupportedError(f"the Triton kernels do not cover {reason}")
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-    assert max(k.stride(1), v.stride(1)) * k.shape[1] < 1 << 31
+    assert q.stride(2) == k.stride(-1) == v.stride(-1) == 1
+    assert table is not None or max(k.stride(1), v.stride(1)) * k.shape[1] < 1 << 31
     tuned = tuning_for(dim, q.dtype) if tuning is None else tuning
-    group = heads // k.shape[0]
+    group = heads // kv_heads
     queries = triton.next_power_of_2(block)
     packed = max(1, min(triton.next_power_of_2(group), tuned.rows // queries))
     chosen, counts = _with_sink(selection, start, windows, sink, q.device)
@@ -88,12 +90,17 @@ def prefill_sparse(
         out = torch.empty(heads, count, dim, dtype=q.dtype, device=q.device)
     assert out.shape == q.shape
     assert out.stride(2) == 1
-    grid = (k.shape[0] * triton.cdiv(group, packed), len(windows))
+    grid = (kv_heads * triton.cdiv(group, packed), len(windows))
+    # contiguous keys have no pages; the kernel then reads no table, so any pointer will do
+    page, strides = (0, (0, *k.stride()[:2], 0, *v.stride()[:2]))
+    if table is not None:
+        page, strides = k.shape[2], (*k.stride()[:3], *v.stride()[:3])
     prefill_kernels.prefill_kernel[grid](
-        q, k, v, out, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
+        q, k, v, out, *q.stride()[:2], *strides, *out.stride()[:2],
+        counts if table is None else table,
         on_device(tuple(edges), q.device), on_device(tuple(windows), q.device), chosen, counts,
         chosen.shape[1], scale * LOG2_E,
-        G=group, HEADS=packed, BQ=queries, D=dim, BN=tuned.keys, STAGES=tuned.stages,
+        G=group, HEADS=packed, BQ=queries, D=dim, BN=tuned.keys, PAGE=page, STAGES=tuned.stages,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tuned.warps,
         num_stages=tuned.stages,
     )  # fmt: skip

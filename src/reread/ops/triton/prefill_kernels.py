@@ -27,28 +27,45 @@ def absorb_rows(s, vv, scale2, m, z, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def spots_of(at, keep, table, page_step, step, PAGE: tl.constexpr):
+    """Offsets of positions `at` [N] from position 0, or from page 0: [N, 1]. Of contiguous keys
+    they fit 32 bits."""
+    if PAGE:
+        page = tl.load(table + at // PAGE, mask=keep, other=0).to(tl.int64)
+        return (page * page_step + (at % PAGE).to(tl.int64) * step)[:, None]
+    return at[:, None] * step
+
+
+@triton.jit
 def walk_chosen(
-    qs, k, v, k_step, v_step, chosen, count, scale2, m, z, acc,
-    BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    qs, k, v, k_page, k_step, v_page, v_step, table, chosen, count, scale2, m, z, acc,
+    BN: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to `count` listed positions; whole tiles first, so that those need no mask."""
     d, lane = tl.arange(0, D), tl.arange(0, BN)
     whole = count // BN * BN
-    # positions come one step ahead of the keys that are loaded from them
-    at = tl.load(chosen + lane, mask=lane < whole, other=0)
+    # positions, and where they lie, come one step ahead of the keys that are loaded from there
+    listed = lane < whole
+    at = tl.load(chosen + lane, mask=listed, other=0)
+    to_k = spots_of(at, listed, table, k_page, k_step, PAGE)
+    to_v = spots_of(at, listed, table, v_page, v_step, PAGE)
     for n in tl.range(0, whole, BN, num_stages=STAGES):
-        at_next = tl.load(chosen + n + BN + lane, mask=n + BN + lane < whole, other=0)
-        kk = tl.load(k + at[:, None] * k_step + d[None, :])
-        vv = tl.load(v + at[:, None] * v_step + d[None, :])
+        listed = n + BN + lane < whole
+        at_next = tl.load(chosen + n + BN + lane, mask=listed, other=0)
+        kk = tl.load(k + to_k + d[None, :])
+        vv = tl.load(v + to_v + d[None, :])
         s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
         m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
-        at = at_next
+        to_k = spots_of(at_next, listed, table, k_page, k_step, PAGE)
+        to_v = spots_of(at_next, listed, table, v_page, v_step, PAGE)
     if whole < count:
         keep = whole + lane < count
         at = tl.load(chosen + whole + lane, mask=keep, other=0)
-        kk = tl.load(k + at[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
-        vv = tl.load(v + at[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
+        to_k = spots_of(at, keep, table, k_page, k_step, PAGE)
+        to_v = spots_of(at, keep, table, v_page, v_step, PAGE)
+        kk = tl.load(k + to_k + d[None, :], mask=keep[:, None], other=0.0)
+        vv = tl.load(v + to_v + d[None, :], mask=keep[:, None], other=0.0)
         s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
         s = tl.where(keep[None, :], s, float("-inf"))
         m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
@@ -57,8 +74,9 @@ def walk_chosen(
 
 @triton.jit
 def walk_window(
-    qs, k, v, k_step, v_step, first, edge, last, position, scale2, m, z, acc,
-    BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    qs, k, v, k_page, k_step, v_page, v_step, table, first, edge, last, position, scale2, m, z,
+    acc, BN: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to [first, last), of which queries see up to their `position` [M]; every query sees
     what lies before `edge`."""
@@ -66,15 +84,19 @@ def walk_window(
     seen = first + tl.maximum(edge - first, 0) // BN * BN
     for n in tl.range(first, seen, BN, num_stages=STAGES):
         at = n + lane
-        kk = tl.load(k + at[:, None] * k_step + d[None, :])
-        vv = tl.load(v + at[:, None] * v_step + d[None, :])
+        to_k = spots_of(at, at < seen, table, k_page, k_step, PAGE)
+        to_v = spots_of(at, at < seen, table, v_page, v_step, PAGE)
+        kk = tl.load(k + to_k + d[None, :])
+        vv = tl.load(v + to_v + d[None, :])
         s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
         m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
     for n in tl.range(seen, last, BN, num_stages=1):
         at = n + lane
         keep = at < last
-        kk = tl.load(k + at[:, None] * k_step + d[None, :], mask=keep[:, None], other=0.0)
-        vv = tl.load(v + at[:, None] * v_step + d[None, :], mask=keep[:, None], other=0.0)
+        to_k = spots_of(at, keep, table, k_page, k_step, PAGE)
+        to_v = spots_of(at, keep, table, v_page, v_step, PAGE)
+        kk = tl.load(k + to_k + d[None, :], mask=keep[:, None], other=0.0)
+        vv = tl.load(v + to_v + d[None, :], mask=keep[:, None], other=0.0)
         s = tl.dot(qs, tl.trans(kk), input_precision=PRECISION)
         s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
         m, z, acc = absorb_rows(s, vv, scale2, m, z, acc, PRECISION)
@@ -83,12 +105,13 @@ def walk_window(
 
 @triton.jit
 def prefill_kernel(
-    q, k, v, out, q_head, q_step, k_head, k_step, v_head, v_step, out_head, out_step,
-    edges, windows, chosen, counts, width, scale2,
+    q, k, v, out, q_head, q_step, k_page, k_head, k_step, v_page, v_head, v_step, out_head,
+    out_step, table, edges, windows, chosen, counts, width, scale2,
     G: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries, one KV head, HEADS of its G query heads.
+    """One block of queries, one KV head, HEADS of its G query heads. Keys and values are those of
+    one row, or, with PAGE positions a page, in the pages that `table` lists in order.
 
     The grid runs over blocks from the last on, whose windows are never shorter than the first's.
     """
@@ -116,12 +139,12 @@ def prefill_kernel(
     k += h.to(tl.int64) * k_head
     v += h.to(tl.int64) * v_head
     m, z, acc = walk_chosen(
-        qs, k, v, k_step, v_step, chosen + n.to(tl.int64) * width, count, scale2, m, z, acc,
-        BN, D, STAGES, PRECISION,
+        qs, k, v, k_page, k_step, v_page, v_step, table, chosen + n.to(tl.int64) * width, count,
+        scale2, m, z, acc, BN, D, PAGE, STAGES, PRECISION,
     )  # fmt: skip
     m, z, acc = walk_window(
-        qs, k, v, k_step, v_step, window, edge, after, position, scale2, m, z, acc,
-        BN, D, STAGES, PRECISION,
+        qs, k, v, k_page, k_step, v_page, v_step, table, window, edge, after, position, scale2,
+        m, z, acc, BN, D, PAGE, STAGES, PRECISION,
     )  # fmt: skip
     to = out + (head * out_head + query * out_step)[:, None] + d[None, :]
     tl.store(to, (acc / z[:, None]).to(out.dtype.element_ty), mask=real[:, None])

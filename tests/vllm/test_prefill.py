@@ -1,0 +1,177 @@
+"""Sparse prefill inside vLLM: the Hugging Face path's tokens, whatever the chunks, the prefix cache
+and the batch; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from reread.errors import ConfigError, InputError, UnsupportedError
+
+from .engines import SMALL, greedy, hugging_face, ragged, save_gemma3, stats
+
+Start = Callable[..., Any]
+SPARSE = {"k": 24, "b_sel": 16, "local": 16}
+
+
+def save_indexer(folder: str, to: Path, **settings: Any) -> str:
+    """An indexer of the model in `folder`, started from its projections."""
+    from transformers import AutoModelForCausalLM
+
+    from reread.integrations.hf.indexers import new_indexer
+
+    to.mkdir(exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    new_indexer(model, **settings).save(to)
+    return str(to)
+
+
+@pytest.fixture(scope="module")
+def indexer(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_indexer(tiny, tmp_path_factory.mktemp("indexer") / "of-tiny", width=16)
+
+
+def asks(indexer: str, **prefill: Any) -> dict[str, Any]:
+    return {**SMALL, "prefill": {"indexer": indexer, **SPARSE, **prefill}}
+
+
+def test_tokens_of_the_hugging_face_path(indexer: str, tiny: str, engine: Start) -> None:
+    ask = asks(indexer)
+    llm = engine(tiny, ask)
+    prompts = ragged(llm.get_tokenizer(), 5, 20, 700)
+    found = greedy(llm, prompts, 32)
+    counted = stats(llm)
+    assert counted["fast_steps"] > 50
+    assert counted["prompt_keys_read_share"] < 0.4
+    assert found == hugging_face(tiny, ask, prompts, 32)
+    # the case would prove little if reading sparsely changed nothing
+    dense = engine(tiny, SMALL)
+    assert greedy(dense, prompts, 32) != found
+    assert stats(dense)["prompt_keys_read_share"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dense", "paper"])
+def test_other_decoding_behind_it(mode: str, indexer: str, tiny: str, engine: Start) -> None:
+    ask = {"preset": mode, **asks(indexer)}
+    llm = engine(tiny, ask)
+    prompts = ragged(llm.get_tokenizer(), 3, 100, 500)
+    assert greedy(llm, prompts, 24) == hugging_face(tiny, ask, prompts, 24)
+
+
+def test_neither_chunks_nor_caching_nor_batching_matter(
+    indexer: str, tiny: str, engine: Start
+) -> None:
+    """Prompts of which one begins as another does, and one ends a token behind a block."""
+    ask = asks(indexer, b_sel=32)
+    llm = engine(tiny, ask, enable_prefix_caching=False)
+    prompts = ragged(llm.get_tokenizer(), 4, 60, 600)
+    prompts += [prompts[0][:300] + prompts[1][:200], prompts[2][:97], prompts[0][:416]]
+    expected = greedy(llm, prompts, 16)
+    for arguments in ({"max_num_batched_tokens": 48}, {"max_num_batched_tokens": 150}):
+        llm = engine(tiny, ask, **arguments)
+        assert greedy(llm, prompts, 16) == expected
+        # again, now that everything is cached, and one by one
+        assert [greedy(llm, [ids], 16)[0] for ids in prompts] == expected
+
+
+def test_preemption_changes_nothing(indexer: str, tiny: str, engine: Start) -> None:
+    texts = []
+    for pages in (400, 30):
+        llm = engine(
+            tiny, asks(indexer), num_gpu_blocks_override=pages, max_model_len=640,
+            max_num_batched_tokens=64, max_num_seqs=8, disable_log_stats=False,
+        )  # fmt: skip
+        prompts = ragged(llm.get_tokenizer(), 8, 60, 160)
+        texts.append(greedy(llm, prompts, 160))
+    preempted = next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preempted > 2
+    assert texts[0] == texts[1]
+
+
+def test_several_index_heads_and_sliding_windows(
+    smollm2: str, engine: Start, tmp_path: Path
+) -> None:
+    folder = save_gemma3(tmp_path, smollm2)
+    ask = asks(save_indexer(folder, tmp_path / "indexer", width=16, heads=2))
+    llm = engine(folder, ask, max_num_batched_tokens=256)
+    prompts = ragged(llm.get_tokenizer(), 3, 100, 500)
+    assert greedy(llm, prompts, 24) == hugging_face(folder, ask, prompts, 24)
+    assert stats(llm)["prompt_keys_read_share"] < 0.6
+
+
+@pytest.mark.slow
+def test_compiled_layers_hand_over_the_same(indexer: str, tiny: str, engine: Start) -> None:
+    ask = asks(indexer)
+    eager = engine(tiny, ask)
+    prompts = ragged(eager.get_tokenizer(), 4, 60, 300)
+    expected = greedy(eager, prompts, 16)
+    assert greedy(engine(tiny, ask, enforce_eager=False), prompts, 16) == expected
+
+
+def refused(engine: Start, folder: str, ask: Any, error: type[Exception], text: str,
+            **arguments: Any) -> None:  # fmt: skip
+    with pytest.raises(error, match=text):
+        engine(folder, ask, **arguments)
+
+
+def test_what_is_refused_before_weights_load(
+    indexer: str, tiny: str, smollm2: str, engine: Start, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def never(self: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are being loaded")
+
+    monkeypatch.setattr(CPUWorker, "load_model", never)
+    refused(engine, tiny, asks(str(tmp_path / "none")), InputError, "holds no indexer")
+    refused(engine, smollm2, asks(indexer), InputError, "no part for layers|reads inputs of 96")
+    refused(engine, tiny, {"prefill": "oracle"}, UnsupportedError, "prefill.chooser='oracle'")
+    refused(engine, tiny, {"prefill": "indexer"}, ConfigError, "set prefill.indexer")
+    small = {"max_num_batched_tokens": 24}
+    refused(engine, tiny, asks(indexer), ConfigError, "at least 32", **small)
+    short = {"long_prefill_token_threshold": 8}
+    refused(engine, tiny, asks(indexer), ConfigError, "long_prefill_token_threshold=8", **short)
+
+
+def test_an_indexer_of_another_training_is_refused(
+    indexer: str, smollm2: str, engine: Start, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .engines import save_tiny
+
+    folder = save_tiny(tmp_path, smollm2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 1
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    refused(engine, folder, asks(indexer), InputError, "another backbone")
+
+
+def test_chunks_end_with_blocks() -> None:
+    from reread.integrations.vllm.scheduler import align_hits, aligned_chunk
+
+    request = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=200)
+    assert aligned_chunk(64, None, request, 150) == 128
+    assert aligned_chunk(64, None, request, 200) == 200
+    assert aligned_chunk(64, None, request, 63) == 0
+    assert aligned_chunk(64, None, request, 100, 48, 0) == 80
+    request.num_computed_tokens = 199
+    assert aligned_chunk(64, None, request, 1) == 1
+    halves = lambda request, new, *rest: new // 2  # noqa: E731  # a stand-in of one line
+    request.num_computed_tokens = 0
+    assert aligned_chunk(64, halves, request, 150) == 64
+
+    find = lambda hashes, longest: (["pages"], longest // 48 * 48)  # noqa: E731  # likewise
+    coordinator = SimpleNamespace(find_longest_cache_hit=find)
+    align_hits(SimpleNamespace(coordinator=coordinator), 64)
+    assert coordinator.find_longest_cache_hit([], 500) == (["pages"], 384)
+    assert coordinator.find_longest_cache_hit([], 100) == (["pages"], 0)
