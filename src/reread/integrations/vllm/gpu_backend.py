@@ -237,7 +237,7 @@ class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is abse
             given = layer, query, key, value, kv_cache, attn_metadata, output
             result: Tensor = super().forward(*given, *args, **kwargs)
             return result
-        plan, n = attn_metadata, attn_metadata.decodes
+        plan = attn_metadata
         assert self.registry is not None, "the worker hands its registry over after loading"
         for first, last, metadata in plan.dense:
             at = slice(first, last)
@@ -245,17 +245,29 @@ class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is abse
             super().forward(layer, *own, *args, **kwargs)
         # [pages, 2, size, Hkv, D]: each as [pages, Hkv, size, D]
         k, v = kv_cache.unbind(1)
-        pages, name = (k.transpose(1, 2), v.transpose(1, 2)), str(layer.layer_name)
-        arena = self.registry.arena
+        self._ours(
+            plan, str(layer.layer_name), query, (k.transpose(1, 2), v.transpose(1, 2)), output
+        )
+        return output
+
+    def _ours(
+        self,
+        plan: RereadFlashMetadata,
+        name: str,
+        query: Tensor,
+        pages: tuple[Tensor, Tensor],
+        output: Tensor,
+    ) -> None:
+        """Everything that FlashAttention does not do."""
+        assert self.registry is not None
+        arena, n = self.registry.arena, plan.decodes
         for part in plan.sparse:
             assert self.registry.reader is not None, "who planned the part"
-            self.registry.reader.attend_pages(
-                name, query, pages, plan.block_table[part.row], part, output, self.scale
-            )
+            table = plan.block_table[part.row]
+            self.registry.reader.attend_pages(name, query, pages, table, part, output, self.scale)
         if n:
-            arena.attend(
-                name, query[:n].contiguous(), pages, plan.block_table[:n], output[:n], self.scale
-            )
+            q, table = query[:n].contiguous(), plan.block_table[:n]
+            arena.attend(name, q, pages, table, output[:n], self.scale)
         for replay in plan.replays:
             first, table = replay.first, plan.block_table[replay.row : replay.row + 1]
             for board in replay.boards:
@@ -263,4 +275,3 @@ class RereadFlashImpl(FlashAttentionImpl):  # type: ignore[misc]  # vLLM is abse
                 q, own = query[at].contiguous(), table.expand(board.rows, -1)
                 arena.attend(name, q, pages, own, output[at], self.scale, board)
                 first += board.rows
-        return output
