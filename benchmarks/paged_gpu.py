@@ -24,7 +24,6 @@ from torch import Tensor
 from reread.config import Config
 from reread.evaluation.provenance import provenance
 from reread.ops import triton as kernels
-from reread.ops.triton.decode import SPARSE
 
 from .common import console, show
 
@@ -67,6 +66,11 @@ class Layer:
         self.one[0], self.all[:] = 1, 1
         self.work = kernels.Workspace(rows, HEADS, KV_HEADS, DIM, longest, self.q.device)
         self.out = torch.empty_like(self.q)
+        # vLLM's pages are read by four programs an SM in fast steps, see PagedArena
+        programs = 2 * self.work.programs if page else 0
+        self.fast_work = kernels.Workspace(
+            rows, HEADS, KV_HEADS, DIM, 2048, self.q.device, evidence=False, programs=programs
+        )  # fmt: skip
 
     def dense(self, active: Tensor, *, evidence: bool = True) -> None:
         kernels.decode_dense(
@@ -74,9 +78,9 @@ class Layer:
             allowed=(self.low, self.high) if evidence else None,
         )  # fmt: skip
 
-    def sparse(self, tuning: kernels.Tuning = SPARSE) -> None:
+    def sparse(self, tuning: kernels.Tuning | None = None) -> None:
         kernels.decode_sparse(
-            self.q, self.kv, self.chosen, scale=DIM**-0.5, work=self.work, out=self.out,
+            self.q, self.kv, self.chosen, scale=DIM**-0.5, work=self.fast_work, out=self.out,
             tuning=tuning,
         )  # fmt: skip
 
@@ -133,7 +137,7 @@ def tune(rows: int, length: int) -> list[dict[str, Any]]:
         if rows * KV_HEADS * splits > 8 * layer.work.programs:
             continue
         tuning = kernels.Tuning(block, warps, stages, splits=splits)
-        layer.work = kernels.Workspace(
+        layer.fast_work = kernels.Workspace(
             rows, HEADS, KV_HEADS, DIM, 2048, layer.q.device, evidence=False,
             programs=rows * KV_HEADS * splits,
         )  # fmt: skip

@@ -127,12 +127,14 @@ class PagedArena:
         return shapes.pop()
 
     def _workspace(self, evidence: bool) -> Workspace:
-        from ...ops.triton import Workspace
+        from ...ops.triton import Workspace, multiprocessors
 
         shape = self.shape
+        # without evidence it is for fast steps, of which pages want four programs an SM
+        programs = 0 if evidence else 2 * multiprocessors(self.device)
         return Workspace(
             self.rows, shape.heads, shape.kv_heads, shape.dim, self.longest, self.device,
-            evidence=evidence and self.config.mode != "dense", masses=False,
+            evidence=evidence and self.config.mode != "dense", programs=programs, masses=False,
         )  # fmt: skip
 
     @property

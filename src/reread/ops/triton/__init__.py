@@ -9,7 +9,7 @@ from .inputs import Cache, Chosen
 from .prefill import prefill_refusal, prefill_sparse
 from .selection import evidence, refresh, select
 from .verify import VerifyTuning, verify_dense
-from .workspace import Workspace, unsupported
+from .workspace import Workspace, multiprocessors, unsupported
 
 __all__ = [
     "Cache",
@@ -28,6 +28,7 @@ __all__ = [
     "index_refusal",
     "index_scores",
     "indexer_topk",
+    "multiprocessors",
     "on_device",
     "prefill_refusal",
     "prefill_sparse",

@@ -42,6 +42,8 @@ class Tuning:
 
 DENSE = Tuning(stages=4)
 SPARSE = Tuning(block=0, stages=5)
+PAGED = Tuning(block=32)  # of fast steps, too: benchmarks/results/paged_tuning.json
+PIECE = 128  # keys that a program of those reads at least
 MIXED = Tuning()
 
 
@@ -96,7 +98,7 @@ def decode_sparse(
     active: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
-    tuning: Tuning = SPARSE,
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """Attention of the active rows over sink + selected + recent, gathered from the full cache.
 
@@ -111,7 +113,11 @@ def decode_sparse(
     out = torch.empty_like(q) if out is None else out
     on = work.always[: q.shape[0]] if active is None else active
     tiles = q.shape[0] * kv.k.shape[1]
+    tuning = tuning or (SPARSE if kv.tables is None else PAGED)
     splits = tuning.splits or work.splits(tiles)
+    if kv.tables is not None and not tuning.splits:
+        # with sink and recent a list is about half as long again as what was chosen
+        splits = min(splits, max(1, 3 * chosen.indices.shape[2] // (2 * PIECE)))
     assert new is None or kv.tables is None, "new keys go into a contiguous cache"
     block = tuning.block or sparse_block(chosen.indices.shape[2], splits)
     shape = _shape(q, kv)

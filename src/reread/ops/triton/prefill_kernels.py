@@ -32,8 +32,10 @@ def spots_of(at, keep, table, page_step, step, PAGE: tl.constexpr):
     they fit 32 bits."""
     if PAGE:
         page = tl.load(table + at // PAGE, mask=keep, other=0).to(tl.int64)
-        return (page * page_step + (at % PAGE).to(tl.int64) * step)[:, None]
-    return at[:, None] * step
+        spots = page * page_step + (at % PAGE).to(tl.int64) * step
+    else:
+        spots = at * step
+    return spots[:, None]
 
 
 @triton.jit
