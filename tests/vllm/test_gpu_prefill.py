@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from . import engines
 from .engines import stats
-from .test_gpu import NEW, Answers, Asked, answers, asked, dense, run, start
+from .test_gpu import NEW, Answers, Asked, answers, asked, run, start
 
-__all__ = ["asked", "dense", "start"]  # fixtures
+__all__ = ["asked", "start"]  # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-# all but a hundred tokens: every query goes through the sparse kernels, and hardly any misses
-NEARLY_ALL = {"k": 8000, "dense_below": 0}
+# a quarter of the text, by an indexer that was not trained: some answers are wrong, here as there
+QUARTER = {"k": 2048, "dense_below": 0}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +35,28 @@ def indexer(needle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def theirs(indexer: str, needle_dir: Path, asked: Asked) -> Answers:
+    """What the Hugging Face path answers."""
+    from transformers import AutoModelForCausalLM
+
+    import reread
+    from reread.integrations.vllm.options import parse
+
+    kwargs = {"dtype": torch.bfloat16, "device_map": "cuda"}
+    model = AutoModelForCausalLM.from_pretrained(needle_dir, **kwargs).eval()
+    found = []
+    for ids in asked.prompts:
+        result = reread.generate(
+            model, torch.tensor([ids], device="cuda"), tokenizer=asked.tokenizer,
+            config=parse({"prefill": {"indexer": indexer, **QUARTER}}),
+            max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+        )  # fmt: skip
+        found.append(result.sequences[0, len(ids) :].tolist())
+    assert 0.5 < asked.right(found) < 1  # or the case would prove little
+    return found
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager, chunks of 512": {"enforce_eager": True, "max_num_batched_tokens": 512},
@@ -45,20 +66,22 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_reading_nearly_everything_answers_as_dense(
-    change: dict[str, Any], indexer: str, start: Any, asked: Asked, dense: Answers
+def test_answers_are_those_of_the_hugging_face_path(
+    change: dict[str, Any], indexer: str, start: Any, asked: Asked, theirs: Answers
 ) -> None:
-    llm = start({"prefill": {"indexer": indexer, **NEARLY_ALL}}, **change)
+    llm = start({"prefill": {"indexer": indexer, **QUARTER}}, **change)
     found = run(llm, asked.prompts)
     counted = stats(llm)
-    print(change, asked.right(found), counted["prompt_keys_read_share"])
-    same = [a == b for a, b in zip(answers(found, asked), answers(dense, asked), strict=True)]
-    assert sum(same) >= 0.9 * len(same)
-    assert 0.95 < counted["prompt_keys_read_share"] < 1
+    here, there = answers(found, asked), answers(theirs, asked)
+    words = [a == b for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True)]
+    share = sum(words) / len(words)
+    print(change, asked.right(found), asked.right(theirs), share, counted["prompt_keys_read_share"])
+    assert share > 0.9
+    assert counted["prompt_keys_read_share"] < 0.55
     assert counted["fast_steps"] > 10 * len(asked.prompts)
 
 
-def test_short_prompts_stay_dense(indexer: str, start: Any, asked: Asked, dense: Answers) -> None:
+def test_short_prompts_stay_dense(indexer: str, start: Any, asked: Asked) -> None:
     """Below the length from which sparse blocks pay; and what lies behind it is sparse."""
     ask = {"prefill": {"indexer": indexer}}
     llm = start(ask)
@@ -72,34 +95,6 @@ def test_short_prompts_stay_dense(indexer: str, start: Any, asked: Asked, dense:
     assert [a[:1] for a in started_with] == [a[:1] for a in run(stock, short)]
 
 
-def test_as_right_as_the_hugging_face_path(
-    indexer: str, needle_dir: Path, start: Any, asked: Asked
-) -> None:
-    """A quarter of the text, by an indexer that was not trained: some answers are wrong, here as
-    there."""
-    from transformers import AutoModelForCausalLM
-
-    import reread
-    from reread.integrations.vllm.options import parse
-
-    ask = {"prefill": {"indexer": indexer, "k": 2048, "dense_below": 0}}
-    found = run(start(ask), asked.prompts)
-    kwargs = {"dtype": torch.bfloat16, "device_map": "cuda"}
-    model = AutoModelForCausalLM.from_pretrained(needle_dir, **kwargs).eval()
-    theirs = []
-    for ids in asked.prompts:
-        result = reread.generate(
-            model, torch.tensor([ids], device="cuda"), config=parse(ask), tokenizer=asked.tokenizer,
-            max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
-        )  # fmt: skip
-        theirs.append(result.sequences[0, len(ids) :].tolist())
-    here, there = answers(found, asked), answers(theirs, asked)
-    words = [a == b for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True)]
-    print(asked.right(found), asked.right(theirs), sum(words) / len(words))
-    assert abs(asked.right(found) - asked.right(theirs)) < 0.1
-    assert sum(words) > 0.8 * len(words)
-
-
 def test_what_the_kernels_lack_is_refused(needle_dir: Path, start: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -110,4 +105,3 @@ def test_what_the_kernels_lack_is_refused(needle_dir: Path, start: Any, tmp_path
     new_indexer(model, width=32, heads=2, init="random").save(tmp_path)
     with pytest.raises(UnsupportedError, match="2 heads"):
         start({"prefill": {"indexer": str(tmp_path)}})
-    engines.stop([])

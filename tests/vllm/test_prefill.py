@@ -114,6 +114,42 @@ def test_compiled_layers_hand_over_the_same(indexer: str, tiny: str, engine: Sta
     assert greedy(engine(tiny, ask, enforce_eager=False), prompts, 16) == expected
 
 
+def test_layers_are_compiled_around_the_call() -> None:
+    """As vLLM splits a model on a GPU: what is compiled holds no layer's name."""
+    from vllm.compilation.backends import split_graph
+
+    from reread.integrations.vllm import compat
+    from reread.integrations.vllm.listening import listen
+
+    class Home(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.proj = torch.nn.Identity(), torch.nn.Linear(8, 8)
+
+        def forward(self, positions: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+            return self.attn(self.proj(hidden_states)) + 1
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Home())
+    home: Any = model[1]
+    listen(model, {"layers.7.attn": home.attn})
+    told: list[tuple[str, bool]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found = split_graph(graph, ["vllm::something", compat.READ_ALONG])
+        parts = found[1] if isinstance(found, tuple) else found
+        told.extend((str(part.graph.graph), part.is_splitting_graph) for part in parts)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda x: home(positions=None, hidden_states=model[0](x)), backend=backend, fullgraph=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "layer_context", lambda name: (None, None, None))
+        compiled(torch.randn(3, 8))
+    assert [splits for _, splits in told] == [False, True, False]
+    assert ["layers.7.attn" in text for text, _ in told] == [False, True, False]
+
+
 def refused(engine: Start, folder: str, ask: Any, error: type[Exception], text: str,
             **arguments: Any) -> None:  # fmt: skip
     with pytest.raises(error, match=text):

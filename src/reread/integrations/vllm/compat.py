@@ -11,6 +11,7 @@ from ...errors import UnsupportedError
 
 # by platform
 TESTED: dict[str, tuple[str, ...]] = {"cpu": ("0.32.0",), "cuda": ("0.25.1",)}
+READ_ALONG = "reread::read_along"  # the custom op of `listening`
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -113,6 +114,15 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.attention import Attention
 
     return dict(get_layers_from_vllm_config(vllm_config, Attention))
+
+
+def split_at(vllm_config: Any, op: str) -> None:
+    """Have vLLM call a custom op between the pieces that it compiles and captures, as it does
+    attention. Within a piece its Python would not run again, and the layer's name in it would make
+    every layer compile by itself."""
+    ops = vllm_config.compilation_config.splitting_ops
+    if ops and op not in ops:
+        ops.append(op)
 
 
 def layer_context(name: str) -> tuple[Any, Any, Any]:

@@ -14,10 +14,9 @@ from ...errors import UnsupportedError
 from . import compat
 
 INPUT = "hidden_states"
-OP = "reread::read_along"
 
 
-@library.custom_op(OP, mutates_args=("x",))
+@library.custom_op(compat.READ_ALONG, mutates_args=("x",))
 def read_along(x: Tensor, layer: str) -> None:
     """Hand the input x [N, hidden] of an attention layer to its implementation, before the layer
     attends. Nothing is changed; x is told to be so that compilers keep the call, and its place."""

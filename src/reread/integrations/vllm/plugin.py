@@ -10,7 +10,7 @@ from typing import Any
 
 from ...config import Config
 from ...errors import UnsupportedError
-from .compat import RUNNER_VARIABLE, check_installed
+from .compat import READ_ALONG, RUNNER_VARIABLE, check_installed, split_at
 from .metrics import expose
 from .options import (
     ASYNC_SCHEDULER,
@@ -52,6 +52,8 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
         prepare(self, platform)
         vllm_config = original(self, *args, **kwargs)
         check_engine(vllm_config, config, platform)
+        if config.prefill is not None:
+            split_at(vllm_config, READ_ALONG)
         _note(config)
         expose()
         return vllm_config
