@@ -87,7 +87,10 @@ def corner(hidden: int) -> Any:
 
     from reread.integrations.hf.indexers import SAMPLE
 
-    return SPREAD * torch.randn(SAMPLE, hidden, generator=torch.Generator().manual_seed(0))
+    # vLLM loads models under a default type and device of its own
+    draw = torch.Generator("cpu").manual_seed(0)
+    made = torch.randn(SAMPLE, hidden, generator=draw, dtype=torch.float32, device="cpu")
+    return SPREAD * made
 
 
 def make_indexer(folder: Path, config: Any) -> None:
