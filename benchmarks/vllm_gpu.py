@@ -89,8 +89,8 @@ def corner(hidden: int) -> Any:
 
     # vLLM loads models under a default type and device of its own
     draw = torch.Generator("cpu").manual_seed(0)
-    made = torch.randn(SAMPLE, hidden, generator=draw, dtype=torch.float32, device="cpu")
-    return SPREAD * made
+    made = torch.empty(SAMPLE, hidden, dtype=torch.float32, device="cpu")
+    return made.normal_(0.0, SPREAD, generator=draw)
 
 
 def make_indexer(folder: Path, config: Any) -> None:

@@ -9,10 +9,11 @@ whose predictions are averaged, are there to be compared with it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ class IndexerCard:
     heads: int = 1
     record: Mapping[str, Any] = field(default_factory=dict)
 
+    def check_fits(self, hidden: int, layers: Sequence[int]) -> None:
+        """Refuse a model of other shapes: hidden: width of its layers' input; layers: indices of
+        those that need a part.
+
+        Raises:
+            InputError: a part is missing, or of another width.
+        """
+        missing = [i for i in layers if i not in self.layers]
+        if missing:
+            raise InputError(f"the indexer has no part for layers {missing} of the model")
+        if self.hidden != hidden:
+            raise InputError(f"the indexer reads inputs of {self.hidden}, the model has {hidden}")
+
 
 def identity(config: Mapping[str, Any], sample: bytes = b"") -> str:
     """Hash of what defines a backbone: its text config (plain values), and a sample of its
@@ -75,21 +89,6 @@ class Indexer(nn.Module):
         shape = card.hidden, card.heads * card.width
         self.query = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
         self.key = nn.ModuleDict({str(i): nn.Linear(*shape, bias=False) for i in card.layers})
-
-    def check_fits(self, hidden: int, layers: Sequence[int]) -> None:
-        """Refuse a model of other shapes: hidden: width of its layers' input; layers: indices of
-        those that need a part.
-
-        Raises:
-            InputError: a part is missing, or of another width.
-        """
-        missing = [i for i in layers if i not in self.card.layers]
-        if missing:
-            raise InputError(f"the indexer has no part for layers {missing} of the model")
-        if self.card.hidden != hidden:
-            raise InputError(
-                f"the indexer reads inputs of {self.card.hidden}, the model has {hidden}"
-            )
 
     def queries(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """x: [..., N, hidden], the input of the layer's attention, at `positions` (int64, [..., N],
@@ -116,8 +115,10 @@ class Indexer(nn.Module):
         return path
 
     @classmethod
-    def load(cls, folder: Path, *, backbone: str | None = None) -> Indexer:
-        """An indexer from a folder, in float32 on the CPU.
+    def load(
+        cls, folder: Path, *, backbone: str | None = None, device: torch.device | str = "cpu"
+    ) -> Indexer:
+        """An indexer from a folder, in float32.
 
         Args:
             backbone: `identity` of the model it is for; None: not checked.
@@ -126,25 +127,55 @@ class Indexer(nn.Module):
             InputError: no indexer there, a broken file, or one of another backbone.
         """
         path = folder / WEIGHTS
-        if not path.is_file():
-            raise InputError(f"{folder} holds no indexer: {WEIGHTS} is missing")
+        with _opened(path, device) as file:
+            card = _card(path, file.metadata() or {})
+            if backbone is not None and card.backbone != backbone:
+                raise InputError(
+                    f"the indexer in {folder} was made for another backbone (config hash "
+                    f"{card.backbone[:12]}, this model's is {backbone[:12]}): distil one for this "
+                    "model"
+                )
+            names = file.keys()
+            state = {name: file.get_tensor(name).to(torch.float32) for name in names}
+        # nothing is drawn only to be replaced
+        with torch.device("meta"):
+            found = cls(card)
         try:
-            with safe_open(path, framework="pt") as file:
-                card = _card(path, file.metadata() or {})
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} cannot be read as safetensors: {error}") from error
-        if backbone is not None and card.backbone != backbone:
-            raise InputError(
-                f"the indexer in {folder} was made for another backbone (config hash "
-                f"{card.backbone[:12]}, this model's is {backbone[:12]}): distil one for this model"
-            )
-        found = cls(card)
-        try:
-            found.load_state_dict(state)
+            found.load_state_dict(state, assign=True)
         except RuntimeError as error:
             raise InputError(f"{path} does not hold what its card says: {error}") from error
         return found
+
+    @staticmethod
+    def read_card(folder: Path) -> IndexerCard:
+        """The card of the indexer in a folder; no weights are read.
+
+        Raises:
+            InputError: no indexer there, a broken file, or weights of other shapes than its card's.
+        """
+        path = folder / WEIGHTS
+        with _opened(path, "cpu") as file:
+            card = _card(path, file.metadata() or {})
+            names = file.keys()
+            held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        with torch.device("meta"):
+            wanted = {name: tuple(x.shape) for name, x in Indexer(card).state_dict().items()}
+        if held != wanted:
+            wrong = sorted(n for n in held.keys() | wanted if held.get(n) != wanted.get(n))
+            raise InputError(f"{path} does not hold what its card says: {', '.join(wrong[:4])}")
+        return card
+
+
+@contextlib.contextmanager
+def _opened(path: Path, device: torch.device | str) -> Iterator[Any]:
+    """The file of an indexer."""
+    if not path.is_file():
+        raise InputError(f"{path.parent} holds no indexer: {WEIGHTS} is missing")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _card(path: Path, metadata: Mapping[str, str]) -> IndexerCard:

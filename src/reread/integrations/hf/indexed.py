@@ -43,7 +43,7 @@ class Reader:
         card = indexer.card
         weight = model.get_input_embeddings().weight
         hidden = model.config.get_text_config(decoder=True).hidden_size
-        indexer.check_fits(hidden, layers)
+        card.check_fits(hidden, layers)
         own = copy.deepcopy(indexer).to(device=weight.device, dtype=weight.dtype)
         self.indexer, self.layers = own.requires_grad_(False), layers
         self.digest = _digest(own)

@@ -4,7 +4,6 @@ beside vLLM's pages, a slot a token, so that whatever shares a page shares its i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,11 +46,6 @@ class IndexPages:
             parts: tuple[Any, ...] = self.indexer.query, self.indexer.key
             for name, layer in layers.items():
                 self._rows[name] = torch.cat([part[str(layer)].weight for part in parts])
-
-    @classmethod
-    def load(cls, folder: str, *args: Any, backbone: str | None, **kwargs: Any) -> IndexPages:
-        """Of the indexer in a folder; see `Indexer.load`, and the class."""
-        return cls(Indexer.load(Path(folder), backbone=backbone), *args, **kwargs)
 
     @property
     def slot_bytes(self) -> int:

@@ -23,11 +23,12 @@ def check_prefill(vllm_config: Any, prefill: SparsePrefill, folder: str, platfor
         UnsupportedError: a shape that the GPU's kernels do not cover.
     """
     text = vllm_config.model_config.hf_text_config
-    indexer = Indexer.load(Path(folder))
-    indexer.check_fits(int(text.hidden_size), sparse_layers(text))
+    # no weights: tensors that this process computes with could stop the one that it forks
+    card = Indexer.read_card(Path(folder))
+    card.check_fits(int(text.hidden_size), sparse_layers(text))
     _check_passes(vllm_config.scheduler_config, prefill)
     if platform == "cuda":
-        _check_kernels(vllm_config, prefill, indexer.card)
+        _check_kernels(vllm_config, prefill, card)
 
 
 def _check_passes(scheduler: Any, prefill: SparsePrefill) -> None:

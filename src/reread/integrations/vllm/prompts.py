@@ -145,7 +145,11 @@ class PromptReader:
         nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         self.index.read(name, hidden, torch.zeros_like(nowhere), nowhere)
         meter, self.meter = self.meter, PrefillMeter()
-        for end in {longest, max(tokens, longest - 1)}:  # Triton compiles odd numbers by themselves
+        # a choice's list has a size that depends on the budget, and so on the position
+        ends = [longest]
+        while ends[-1] // 2 > max(self.config.dense_below or 0, tokens):
+            ends.append(ends[-1] // 2)
+        for end in ends:
             part = SparsePart(0, 0, end - tokens, end)
             self.attend_pages(name, q, pages, table, part, torch.empty_like(q), dim**-0.5)
         self.index.forget()

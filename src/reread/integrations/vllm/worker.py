@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.logger import init_logger
 
 from ...config import Config
+from ...indexer.model import Indexer
 from ...prefill import resolved
 from ..hf.indexers import identity_of
 from ..hf.vocabulary import boundary_tokens
@@ -52,12 +54,13 @@ def reader_of(
     # another rank has other rows of the embedding
     if embedding is not None and worker.rank % worker.parallel_config.tensor_parallel_size == 0:
         backbone = identity_of(worker.model_config.hf_text_config, embedding)
-    index = IndexPages.load(
-        str(config.indexer_folder),
+    folder, device = Path(str(config.indexer_folder)), worker.device
+    index = IndexPages(
+        # straight to the device: a forked process may not be able to compute on the CPU
+        Indexer.load(folder, backbone=backbone, device=device),
         {name: compat.layer_number(name) for name in sparse},
         worker.model_config.dtype,
-        worker.device,
-        backbone=backbone,
+        device,
         kernels=backend == "triton",
     )
     listen(model, sparse)

@@ -96,7 +96,9 @@ def index_scores(
         raise UnsupportedError(f"the Triton kernels do not cover {reason}")
     assert iq.stride(1) == ik.stride(1) == 1
     blocks, length, device = len(windows), ik.shape[0], iq.device
-    scores = torch.empty(blocks, length, dtype=torch.float32, device=device)
+    # rows begin at multiples of 16, so that loads are wide whatever the length
+    pitch = triton.cdiv(length, 16) * 16
+    scores = torch.empty(blocks, pitch, dtype=torch.float32, device=device)[:, :length]
     span, group = tuning.keys * tuning.tiles, tuning.group
     grid = (triton.cdiv(max(windows), span), triton.cdiv(blocks, group))
     if max(windows) > start + sink:
@@ -104,7 +106,7 @@ def index_scores(
         index_kernels.scores_kernel[grid](
             iq, ik, sums, scores,
             on_device(tuple(edges), device), on_device(tuple(windows), device),
-            blocks, iq.stride(0), ik.stride(0), start + sink, length, LOG2_E,
+            blocks, iq.stride(0), ik.stride(0), start + sink, pitch, LOG2_E,
             D=iq.shape[1], BQ=max(16, triton.next_power_of_2(block)), BN=tuning.keys,
             TILES=tuning.tiles, GROUP=group, STAGES=tuning.stages,
             PRECISION="ieee" if iq.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
@@ -139,11 +141,11 @@ def block_topk(
     totals = torch.empty(blocks, dtype=torch.int32, device=device)
     spans = on_device(tuple(windows), device), on_device(tuple(sizes), device)
     index_kernels.list_row_kernel[(blocks,)](
-        scores, *spans, keys, places, totals, low, scores.shape[1],
+        scores, *spans, keys, places, totals, low, scores.stride(0),
         CAP=cap, SAMPLE=min(SAMPLE, cap), BLOCK=tuning.block, num_warps=tuning.topk_warps,
     )  # fmt: skip
     index_kernels.choose_row_kernel[(blocks,)](
-        scores, *spans, keys, places, totals, indices, low, scores.shape[1], width,
+        scores, *spans, keys, places, totals, indices, low, scores.stride(0), width,
         CAP=cap, BLOCK=1024, num_warps=tuning.select_warps,
     )  # fmt: skip
     return indices

@@ -55,7 +55,7 @@ def turn_kernel(
     turn_both(raw, angle, scale, to_query, to_key, keep, keep, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def turn_slots_kernel(
     raw, raw_step, positions, slots, index, queries, frequencies, tokens, scale,
     D: tl.constexpr, BT: tl.constexpr,

@@ -17,7 +17,9 @@ from .radix import COARSE, LOWEST, ordered, threshold_bin
 from .tiles import FLOOR
 
 
-@triton.jit
+# Triton compiles anew for numbers that are 1 or divisible by 16: not for those that differ from pass
+# to pass
+@triton.jit(do_not_specialize=["count", "first"])
 def log_sums_kernel(
     iq, ik, sums, count, iq_step, ik_step, start, first, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -52,7 +54,7 @@ def log_sums_kernel(
     tl.store(sums + row, m + tl.log2(z), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "low"])
 def scores_kernel(
     iq, ik, sums, scores, edges, windows, blocks, iq_step, ik_step, low, pitch, scale2,
     D: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
@@ -121,7 +123,7 @@ def guess(scores, low, n, size, SAMPLE: tl.constexpr):
     return raised(base, digit, 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["low"])
 def list_row_kernel(
     scores, windows, sizes, keys, places, totals, low, pitch,
     CAP: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
@@ -197,7 +199,7 @@ def choose_from(
         ties += tl.sum(tie.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["low", "width"])
 def choose_row_kernel(
     scores, windows, sizes, keys, places, totals, indices, low, pitch, width,
     CAP: tl.constexpr, BLOCK: tl.constexpr,

@@ -105,7 +105,7 @@ def walk_window(
     return m, z, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def prefill_kernel(
     q, k, v, out, q_head, q_step, k_page, k_head, k_step, v_page, v_head, v_step, out_head,
     out_step, table, edges, windows, chosen, counts, width, scale2,
