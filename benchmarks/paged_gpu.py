@@ -162,9 +162,9 @@ def main() -> None:
     if args.tune:
         # the length plays no part
         rows = [row for shape in (SHAPES[0], *SHAPES[2:]) for row in tune(*shape)]
-        args.json.write_text(
-            json.dumps({**found, "commit": args.commit or found["commit"], "rows": rows}, indent=1)
-        )
+        commit = args.commit or found["commit"]
+        result = {**found, "commit": commit, "config": CONFIG.to_dict(), "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
         return
     for shape in SHAPES:
         for page in (0, *PAGES):

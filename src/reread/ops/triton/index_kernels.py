@@ -17,8 +17,8 @@ from .radix import COARSE, LOWEST, ordered, threshold_bin
 from .tiles import FLOOR
 
 
-# Triton compiles anew for numbers that are 1 or divisible by 16: not for those that differ from pass
-# to pass
+# Triton compiles anew for numbers that are 1 or divisible by 16; not for those that differ between
+# passes
 @triton.jit(do_not_specialize=["count", "first"])
 def log_sums_kernel(
     iq, ik, sums, count, iq_step, ik_step, start, first, scale2,
