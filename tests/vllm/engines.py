@@ -132,6 +132,18 @@ def save_gemma3(folder: Path, tokenizer: str) -> str:
     return str(folder)
 
 
+def save_indexer(folder: str, to: Path, **settings: Any) -> str:
+    """An indexer of the model in `folder`, started from its projections."""
+    from transformers import AutoModelForCausalLM
+
+    from reread.integrations.hf.indexers import new_indexer
+
+    to.mkdir(exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    new_indexer(model, **settings).save(to)
+    return str(to)
+
+
 @functools.cache
 def _words() -> list[str]:
     return (REPO / "docs" / "architecture.md").read_text().split()

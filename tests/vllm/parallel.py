@@ -1,6 +1,6 @@
 """Run as a program: tokens, counts and selected positions of an engine with several processes.
 
-Arguments: model folder, tensor-parallel size, file for the result.
+Arguments: model folder, tensor-parallel size, file for the result, what is asked for as JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .engines import SMALL, greedy, start, text_ids
+from .engines import greedy, start, text_ids
 
 
 def chosen(worker: Any) -> list[list[int]]:
@@ -26,7 +26,7 @@ def chosen(worker: Any) -> list[list[int]]:
 def main() -> None:
     """Write the result."""
     folder, size, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    llm = start(folder, SMALL, tensor_parallel_size=size, max_num_seqs=4)
+    llm = start(folder, json.loads(sys.argv[4]), tensor_parallel_size=size, max_num_seqs=4)
     prompts = [text_ids(llm.get_tokenizer(), n, n) for n in (120, 300, 90)]
     tokens = greedy(llm, prompts, 40)
     # requests that end in an engine's last pass are known until it has another one

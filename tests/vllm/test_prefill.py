@@ -13,22 +13,10 @@ import torch
 
 from reread.errors import ConfigError, InputError, UnsupportedError
 
-from .engines import SMALL, greedy, hugging_face, ragged, save_gemma3, stats
+from .engines import SMALL, greedy, hugging_face, ragged, save_gemma3, save_indexer, stats
 
 Start = Callable[..., Any]
 SPARSE = {"k": 24, "b_sel": 16, "local": 16}
-
-
-def save_indexer(folder: str, to: Path, **settings: Any) -> str:
-    """An indexer of the model in `folder`, started from its projections."""
-    from transformers import AutoModelForCausalLM
-
-    from reread.integrations.hf.indexers import new_indexer
-
-    to.mkdir(exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    new_indexer(model, **settings).save(to)
-    return str(to)
 
 
 @pytest.fixture(scope="module")

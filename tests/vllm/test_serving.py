@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .engines import SMALL, greedy, stats, text_ids
+from .engines import SMALL, greedy, save_indexer, stats, text_ids
 
 Start = Callable[..., Any]
 
@@ -136,14 +136,27 @@ def _metrics(server: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(tiny: str, tmp_path: Path) -> None:
-    """Tensor parallelism: the same tokens and the same steps."""
+@pytest.mark.parametrize("prompts", ["dense", "by an indexer"])
+def test_two_processes_are_one(prompts: str, tiny: str, tmp_path: Path) -> None:
+    """Tensor parallelism: the same tokens, the same steps, the same positions."""
+    ask: dict[str, Any] = dict(SMALL)
+    if prompts != "dense":
+        folder = save_indexer(tiny, tmp_path / "indexer", width=16)
+        ask["prefill"] = {"indexer": folder, "k": 24, "b_sel": 16, "local": 16}
     results = []
     for size in (1, 2):
         out = tmp_path / f"{size}.json"
         # the engine stays in the program's own process, so that its passes can be counted
         environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        words = [sys.executable, "-m", "tests.vllm.parallel", tiny, str(size), str(out)]
+        words = [
+            sys.executable,
+            "-m",
+            "tests.vllm.parallel",
+            tiny,
+            str(size),
+            str(out),
+            json.dumps(ask),
+        ]
         subprocess.run(words, env=environment, check=True, timeout=300, capture_output=True)
         results.append(json.loads(out.read_text()))
     one, two = results
@@ -152,5 +165,8 @@ def test_two_processes_are_one(tiny: str, tmp_path: Path) -> None:
     for rank in two["stats"]:
         assert rank["fast_steps"] == one["stats"][0]["fast_steps"] > 100
         assert rank["slow_steps"] == one["stats"][0]["slow_steps"]
+        share = rank["prompt_keys_read_share"]
+        assert share == one["stats"][0]["prompt_keys_read_share"]
+        assert (share < 1) == (prompts != "dense")
     chosen = [part for rank in two["chosen"] for part in rank]
     assert sorted(chosen) == sorted(one["chosen"][0])
