@@ -148,7 +148,7 @@ def prefill_row(
         prefill_sparse(
             q[:, at], k[:, seen], v[:, seen], selection,
             start=start, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
-            backend=backend, out=out[:, at],
+            backend=backend, out=out[:, at], block=config.b_sel,
         )  # fmt: skip
         _count(piece, start, config.sink, meter)
     return out
@@ -177,7 +177,7 @@ def prefill_pages(
         prefill_sparse(
             q[:, at], *pages, _predicted(*own, 0, piece, config, backend), table=table,
             start=0, edges=piece.edges, windows=piece.windows, sink=config.sink, scale=scale,
-            backend=backend, out=out[:, at],
+            backend=backend, out=out[:, at], block=config.b_sel,
         )  # fmt: skip
         _count(piece, 0, config.sink, meter)
 
@@ -188,7 +188,7 @@ def _predicted(
     """What an indexer chooses for a piece: iq [n, N, d] of its queries, ik [n, L, d] up to it."""
     return indexer_topk(
         iq, ik, start=start, edges=piece.edges, windows=piece.windows, sizes=piece.sizes,
-        sink=config.sink, backend=backend,
+        sink=config.sink, backend=backend, block=config.b_sel,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -112,7 +113,8 @@ def test_a_file_holds_everything(tmp_path: Path) -> None:
     made = Indexer(card(record={"tokens": 5, "data": "needle"}))
     made.save(tmp_path / "a" / "b")
     found = Indexer.load(tmp_path / "a" / "b", backbone="b" * 64)
-    assert found.card == made.card
+    assert found.card == made.card == Indexer.read_card(tmp_path / "a" / "b")
+    assert all(p.requires_grad for p in found.parameters())
     for name, value in made.state_dict().items():
         assert torch.equal(found.state_dict()[name], value)
 
@@ -123,21 +125,22 @@ def test_another_backbone_is_refused(tmp_path: Path) -> None:
         Indexer.load(tmp_path, backbone="c" * 64)
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [Indexer.load, Indexer.read_card])
+def test_broken_files_are_named(read: Callable[[Path], object], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{WEIGHTS} is missing"):
-        Indexer.load(tmp_path)
+        read(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"nonsense")
     with pytest.raises(InputError, match="cannot be read as safetensors"):
-        Indexer.load(tmp_path)
+        read(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / WEIGHTS)
     with pytest.raises(InputError, match="is no indexer of format 1"):
-        Indexer.load(tmp_path)
+        read(tmp_path)
     made = Indexer(card())
     path = made.save(tmp_path)
     cut = {k: v for k, v in made.state_dict().items() if "key" not in k}
     save_file(cut, path, metadata={"format": "1", "card": json.dumps(asdict(made.card))})
     with pytest.raises(InputError, match="does not hold what its card says"):
-        Indexer.load(tmp_path)
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("width", [0, 1, 7])

@@ -180,6 +180,28 @@ def test_an_indexer_of_another_training_is_refused(
     refused(engine, folder, asks(indexer), InputError, "another backbone")
 
 
+def test_no_weights_are_read_before_vllm_forks(
+    indexer: str, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that computed with several threads leaves a forked one in which that hangs."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from reread.indexer.model import Indexer
+    from reread.integrations.vllm import compat, plugin
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights of the indexer are read")
+
+    monkeypatch.setattr(Indexer, "load", never)
+    plugin.register()
+    made = EngineArgs(
+        tiny, dtype="float32", max_model_len=2048, max_num_seqs=4,
+        additional_config={"reread": asks(indexer)},
+    ).create_engine_config()  # fmt: skip
+    ops = made.compilation_config.splitting_ops
+    assert not ops or compat.READ_ALONG in ops
+
+
 def test_chunks_end_with_blocks() -> None:
     from reread.integrations.vllm.scheduler import align_hits, aligned_chunk
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -171,6 +172,7 @@ def prefill_sparse(
     backend: str = "auto",
     out: Tensor | None = None,
     table: Tensor | None = None,
+    block: int = 0,
 ) -> Tensor:
     """Attention of consecutive queries of one row, each block of them over sink + selected +
     everything from its window on, causal to the token.
@@ -186,6 +188,8 @@ def prefill_sparse(
         out: [H, N, Dv] to write to; None: made.
         table: int32 [pages], the row's pages in order; k and v are then [pages, Hkv, page size, D]
             of all rows, of any strides but the last.
+        block: queries of the largest block of any call; kernels are compiled for the larger of it
+            and the blocks at hand, so that short ones need none of their own.
 
     Returns:
         [H, N, Dv].
@@ -200,7 +204,8 @@ def prefill_sparse(
     if resolve_backend(backend, q.device) == "triton":
         from . import triton
 
-        return triton.prefill_sparse(q, k, v, selection, **spans, scale=scale, out=out, table=table)
+        own: dict[str, Any] = {"scale": scale, "out": out, "table": table, "block": block}
+        return triton.prefill_sparse(q, k, v, selection, **spans, **own)
     if table is not None:
         k, v = (_row_of(x, table, edges[-1]) for x in (k, v))
     made = reference.prefill_sparse(q, k, v, selection, **spans, scale=scale)
@@ -217,6 +222,7 @@ def indexer_topk(
     sizes: Sequence[int],
     sink: int,
     backend: str = "auto",
+    block: int = 0,
 ) -> BlockSelection:
     """What an indexer chooses for each block of consecutive queries of one row: the positions in
     [start + sink, window) of which any query of the block is predicted to give the largest share of
@@ -231,6 +237,7 @@ def indexer_topk(
         start, edges, windows, sink: as for `prefill_sparse`.
         sizes: per block, how many to choose, at most window - start - sink.
         backend: as for `resolve_backend`.
+        block: as for `prefill_sparse`.
     """
     assert iq.shape[1] == edges[-1] - edges[0], "an index query for each position"
     assert ik.shape[1] == edges[-1], "index keys up to the last query"
@@ -239,7 +246,7 @@ def indexer_topk(
     if resolve_backend(backend, iq.device) == "triton":
         from . import triton
 
-        run = triton.indexer_topk
+        run = functools.partial(triton.indexer_topk, block=block)
     return run(iq, ik, start=start, edges=edges, windows=windows, sizes=sizes, sink=sink)
 
 

@@ -146,9 +146,9 @@ class PromptReader:
         self.index.read(name, hidden, torch.zeros_like(nowhere), nowhere)
         meter, self.meter = self.meter, PrefillMeter()
         # a choice's list has a size that depends on the budget, and so on the position
-        ends = [longest]
-        while ends[-1] // 2 > max(self.config.dense_below or 0, tokens):
-            ends.append(ends[-1] // 2)
+        ends = [longest, min(longest, (self.config.dense_below or 0) + tokens)]
+        while ends[0] // 2 > ends[-1]:
+            ends.insert(0, ends[0] // 2)
         for end in ends:
             part = SparsePart(0, 0, end - tokens, end)
             self.attend_pages(name, q, pages, table, part, torch.empty_like(q), dim**-0.5)

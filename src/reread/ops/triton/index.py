@@ -82,6 +82,7 @@ def index_scores(
     edges: Sequence[int],
     windows: Sequence[int],
     sink: int,
+    block: int = 0,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """The highest log2 P of any query of each block: iq [N, d], ik [L, d] -> fp32 [Nq, L], defined
@@ -90,7 +91,7 @@ def index_scores(
     Raises:
         UnsupportedError: a shape that the kernels do not cover.
     """
-    block = max(b - a for a, b in pairwise(edges))
+    block = max(block, *(b - a for a, b in pairwise(edges)))
     reason = index_refusal(1, iq.shape[1], block, iq.dtype)
     if reason is not None:
         raise UnsupportedError(f"the Triton kernels do not cover {reason}")
@@ -160,6 +161,7 @@ def indexer_topk(
     windows: Sequence[int],
     sizes: Sequence[int],
     sink: int,
+    block: int = 0,
 ) -> BlockSelection:
     """See `ops.indexer_topk`.
 
@@ -169,6 +171,8 @@ def indexer_topk(
     if iq.shape[0] != 1:
         reason = index_refusal(iq.shape[0], iq.shape[2], 1, iq.dtype)
         raise UnsupportedError(f"the Triton kernels do not cover {reason}")
-    scores = index_scores(iq[0], ik[0], start=start, edges=edges, windows=windows, sink=sink)
+    scores = index_scores(
+        iq[0], ik[0], start=start, edges=edges, windows=windows, sink=sink, block=block
+    )
     indices = block_topk(scores, low=start + sink, windows=windows, sizes=sizes)
     return BlockSelection(indices, tuple(sizes))

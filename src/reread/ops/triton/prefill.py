@@ -63,6 +63,7 @@ def prefill_sparse(
     scale: float,
     out: Tensor | None = None,
     table: Tensor | None = None,
+    block: int = 0,
     tuning: PrefillTuning | None = None,
 ) -> Tensor:
     """See `ops.prefill_sparse`.
@@ -71,7 +72,7 @@ def prefill_sparse(
         UnsupportedError: a shape that the kernel does not cover.
     """
     heads, count, dim = q.shape
-    block = max(b - a for a, b in pairwise(edges))
+    block = max(block, *(b - a for a, b in pairwise(edges)))
     kv_heads = k.shape[-3]
     reason = prefill_refusal(heads // kv_heads, block, 0)
     if dim not in HEAD_DIMS or v.shape[-1] != dim:
