@@ -252,6 +252,8 @@ def _resolve(tree: Mapping[str, Any], key: str) -> tuple[str, ...]:
     found = [p for p in paths if p == wanted] or [p for p in paths if p[-len(wanted) :] == wanted]
     if len(found) == 1:
         return found[0]
+    if not found and wanted[0] == "prefill" and not any(p[0] == "prefill" and p[1:] for p in paths):
+        raise ConfigError(f"key {key!r} needs a prefill: set prefill to 'indexer', for one, too")
     if found:
         raise ConfigError(f"key {key!r} is ambiguous: {' or '.join('.'.join(p) for p in found)}")
     raise ConfigError(f"unknown key {key!r}: one of {', '.join('.'.join(p) for p in paths)}")

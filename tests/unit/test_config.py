@@ -258,3 +258,10 @@ def test_an_ambiguous_key_is_told_with_its_candidates() -> None:
 def test_equal_configurations_are_equal_and_hashable() -> None:
     assert Config.preset("paper") == Config.preset("paper") != Config()
     assert len({Config(), Config(), Config(k=5)}) == 2
+
+
+def test_a_prefills_key_without_a_prefill_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="needs a prefill: set prefill to 'indexer'"):
+        Config().updated({"prefill.indexer": "folder"})
+    with pytest.raises(ConfigError, match=r"unknown key 'prefill\.nonsense'"):
+        Config().updated({"prefill": "oracle", "prefill.nonsense": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -141,6 +142,19 @@ def test_broken_files_are_named(read: Callable[[Path], object], tmp_path: Path) 
     save_file(cut, path, metadata={"format": "1", "card": json.dumps(asdict(made.card))})
     with pytest.raises(InputError, match="does not hold what its card says"):
         read(tmp_path)
+    Indexer(card(theta=math.inf)).save(tmp_path)
+    with pytest.raises(InputError, match="values are not possible"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused(bad: float, tmp_path: Path) -> None:
+    made = Indexer(card())
+    with torch.no_grad():
+        next(made.parameters())[0, 0] = bad
+    made.save(tmp_path)
+    with pytest.raises(InputError, match="no finite numbers"):
+        Indexer.load(tmp_path)
 
 
 @pytest.mark.parametrize("width", [0, 1, 7])

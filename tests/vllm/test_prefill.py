@@ -160,6 +160,12 @@ def test_what_is_refused_before_weights_load(
     refused(engine, tiny, {"prefill": "indexer"}, ConfigError, "set prefill.indexer")
     small = {"max_num_batched_tokens": 24}
     refused(engine, tiny, asks(indexer), ConfigError, "at least 32", **small)
+    few = {"max_num_scheduled_tokens": 8}
+    refused(engine, tiny, asks(indexer), ConfigError, "max_num_scheduled_tokens=8", **few)
+    half = {"dtype": "float16"}
+    refused(engine, tiny, asks(indexer), UnsupportedError, "dtype=float16", **half)
+    one = {"long_prefill_token_threshold": 1}
+    refused(engine, tiny, asks(indexer, b_sel=1), ConfigError, "chunks of 2: 0", **one)
     short = {"long_prefill_token_threshold": 8}
     refused(engine, tiny, asks(indexer), ConfigError, "long_prefill_token_threshold=8", **short)
 
@@ -200,6 +206,25 @@ def test_no_weights_are_read_before_vllm_forks(
     ).create_engine_config()  # fmt: skip
     ops = made.compilation_config.splitting_ops
     assert not ops or compat.READ_ALONG in ops
+
+
+def test_no_lone_token_completes_a_page() -> None:
+    """On a GPU it is read densely, and leaves no index key."""
+    from reread.config import SparsePrefill
+    from reread.integrations.vllm.prefill_checks import whole_blocks
+    from reread.integrations.vllm.scheduler import aligned_chunk
+
+    for b_sel in (1, 2, 7, 21, 64, 100):
+        block = whole_blocks(SparsePrefill(b_sel=b_sel, chooser="indexer"))
+        assert block % b_sel == 0
+        for prompt in range(1, 5 * block):
+            request = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=prompt)
+            while request.num_computed_tokens < prompt:
+                rest = min(3 * block // 2, prompt - request.num_computed_tokens)
+                new = aligned_chunk(block, None, request, rest)
+                request.num_computed_tokens += new
+                assert new > 1 or prompt == 1 or request.num_computed_tokens % 2
+            assert request.num_computed_tokens == prompt
 
 
 def test_chunks_end_with_blocks() -> None:

@@ -136,7 +136,11 @@ class Indexer(nn.Module):
                     "model"
                 )
             names = file.keys()
-            state = {name: file.get_tensor(name).to(torch.float32) for name in names}
+            held = {name: file.get_tensor(name) for name in names}
+        wrong = [n for n, x in held.items() if not x.is_floating_point() or not x.isfinite().all()]
+        if wrong:
+            raise InputError(f"{path} holds weights that are no finite numbers: {wrong[0]}")
+        state = {name: x.to(torch.float32) for name, x in held.items()}
         # nothing is drawn only to be replaced
         with torch.device("meta"):
             found = cls(card)
@@ -185,7 +189,8 @@ def _card(path: Path, metadata: Mapping[str, str]) -> IndexerCard:
         values = json.loads(metadata["card"])
         card = IndexerCard(**{**values, "layers": tuple(map(int, values["layers"]))})
         numbers = card.hidden, card.width, card.heads
-        ok = all(isinstance(n, int) and n > 0 for n in numbers) and card.theta > 0
+        ok = all(isinstance(n, int) and n > 0 for n in numbers)
+        ok = ok and 0 < card.theta < math.inf and len(set(card.layers)) == len(card.layers)
         ok = ok and isinstance(card.backbone, str) and isinstance(card.record, Mapping)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} has a card that cannot be read: {error!r}") from error

@@ -72,7 +72,10 @@ class IndexPages:
                 shape = count * size, width
                 self._keys[name] = torch.zeros(shape, dtype=self._dtype, device=self._device)
                 self._page[name] = size
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # on the CPU it is a plain one
+            if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
+                raise
             raise ConfigError(
                 "the indexer's keys do not fit beside vLLM's pages: lower kv_cache_memory_bytes or "
                 "num_gpu_blocks_override"

@@ -86,10 +86,11 @@ def room_for_pages(
     beside = 1 + index[0] / slot_bytes(specs)
     own = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
     pages, available = int(own * beside), available - index[1]
-    if available - total >= pages or not (one or index[0]):
+    # without state of ours it is vLLM's to say what does not fit, or to choose a shorter length
+    if available - total >= pages or not one:
         return int((available - total) / beside)
     spare = total - most * one
-    fits = max(0, (available - pages - spare) // one) if one else 0
+    fits = max(0, (available - pages - spare) // one)
     least = (pages + one + spare) / GIB
     advice = f"max_num_seqs={fits} would fit" if fits else f"one needs {least:.2f} GiB"
     raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,16 @@ from ...errors import ConfigError, UnsupportedError
 from ...indexer.model import Indexer, IndexerCard
 from ...prefilling import SparsePrefill
 from ..hf.cache import sparse_layers
+
+
+def whole_blocks(prefill: SparsePrefill) -> int:
+    """Tokens that chunks of a prompt, and hits of the prefix cache, are multiples of: blocks, and
+    an even number.
+
+    So no chunk but the prompt's last is a single token, which on a GPU passes for a decode step;
+    and that token never completes a page, of even size, that other requests might be given.
+    """
+    return math.lcm(2, prefill.b_sel)
 
 
 def check_prefill(vllm_config: Any, prefill: SparsePrefill, folder: str, platform: str) -> None:
@@ -26,6 +37,12 @@ def check_prefill(vllm_config: Any, prefill: SparsePrefill, folder: str, platfor
     # no weights: tensors that this process computes with could stop the one that it forks
     card = Indexer.read_card(Path(folder))
     card.check_fits(int(text.hidden_size), sparse_layers(text))
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if dtype == "float16":
+        raise UnsupportedError(
+            "dtype=float16 is not supported with an indexer, which knows its model by weights in "
+            "bfloat16: bfloat16 or float32"
+        )
     _check_passes(vllm_config.scheduler_config, prefill)
     if platform == "cuda":
         _check_kernels(vllm_config, prefill, card)
@@ -33,17 +50,19 @@ def check_prefill(vllm_config: Any, prefill: SparsePrefill, folder: str, platfor
 
 def _check_passes(scheduler: Any, prefill: SparsePrefill) -> None:
     """Chunks end with a block, so a block has to fit beside everybody's decode step."""
-    tokens, most, block = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, prefill.b_sel
-    if tokens < block + most:
-        raise ConfigError(
-            f"max_num_batched_tokens={tokens} is not possible with a sparse prefill in blocks of "
-            f"{block} beside {most} requests: at least {block + most}, or a smaller prefill.b_sel"
-        )
+    most, block = scheduler.max_num_seqs, whole_blocks(prefill)
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        tokens = getattr(scheduler, name, None)
+        if tokens is not None and tokens < block + most:
+            raise ConfigError(
+                f"{name}={tokens} is not possible with a sparse prefill in chunks of {block} "
+                f"beside {most} requests: at least {block + most}, or a smaller prefill.b_sel"
+            )
     threshold = getattr(scheduler, "long_prefill_token_threshold", 0)
     if 0 < threshold < block:
         raise ConfigError(
             f"long_prefill_token_threshold={threshold} is not possible with a sparse prefill in "
-            f"blocks of {block}: 0, or at least {block}"
+            f"chunks of {block}: 0, or at least {block}"
         )
 
 

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from .options import config_of
+from .prefill_checks import whole_blocks
 
 
 class _PromptsOnly:
@@ -29,8 +30,7 @@ class _PromptsOnly:
             return
         manager = self.kv_cache_manager  # type: ignore[attr-defined]  # the Scheduler's
         if config.prefill is not None:
-            # a chunk of a single token would pass for a decode step
-            block = max(2, config.prefill.b_sel)
+            block = whole_blocks(config.prefill)
             align_hits(manager, block)
             self._align_chunks(block)
         coordinator = manager.coordinator

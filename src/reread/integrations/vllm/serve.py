@@ -9,11 +9,13 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ...checks import require
 from ...config import Config
 from ...errors import ConfigError, InputError
+from ...indexer.model import Indexer
 from .options import KEY, check_config
 
 FLAG = "--additional-config"
@@ -87,9 +89,11 @@ def serve(model: str, config: Config, extra: Sequence[str] = ()) -> NoReturn:
 
     Raises:
         UnsupportedError, ConfigError: as `serve_command`.
-        InputError: vLLM is not installed.
+        InputError: vLLM is not installed, or no indexer is where one is said to be.
     """
     command = serve_command(model, config, extra)
+    if config.prefill is not None:
+        Indexer.read_card(Path(str(config.indexer_folder)))
     words = program(command)
     print(shlex.join(command), flush=True)
     os.execvp(words[0], words)
