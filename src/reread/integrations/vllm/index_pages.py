@@ -91,6 +91,7 @@ class IndexPages:
         keys, card = self._keys.get(name), self.indexer.card
         if keys is None:
             return  # vLLM warms up before there are pages
+        self._queries.clear()  # the layer before has attended
         if self._turns is not None:
             from ...ops.triton import turn_and_store
 
@@ -106,7 +107,8 @@ class IndexPages:
         assert self._queries[name].shape == (card.heads, count, card.width)
 
     def queries(self, name: str, first: int, count: int) -> Tensor:
-        """Index queries [n, count, d] of the tokens from `first` on of the pass that runs."""
+        """Index queries [n, count, d] of the pass's tokens from `first` on, in the layer that was
+        read last."""
         return self._queries[name][:, first : first + count]
 
     def keys(self, name: str, table: Tensor, length: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vllm.logger import init_logger
 
 from ...config import Config
+from ...errors import UnsupportedError
 from ...indexer.model import Indexer
 from ...prefill import resolved
 from ..hf.indexers import identity_of
@@ -51,8 +52,13 @@ def reader_of(
         return None
     model: nn.Module = worker.model_runner.get_model()
     embedding, backbone = compat.embedding_of(model), None
+    if embedding is None:
+        raise UnsupportedError(
+            f"{worker.model_config.model} has no embedding by which an indexer could know it: "
+            "leave prefill None"
+        )
     # another rank has other rows of the embedding
-    if embedding is not None and worker.rank % worker.parallel_config.tensor_parallel_size == 0:
+    if worker.rank % worker.parallel_config.tensor_parallel_size == 0:
         backbone = identity_of(worker.model_config.hf_text_config, embedding)
     folder, device = Path(str(config.indexer_folder)), worker.device
     index = IndexPages(
