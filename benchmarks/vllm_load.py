@@ -127,7 +127,7 @@ class Load:
         """Latencies in milliseconds."""
         rows = []
         for name, found in (("first token", self.first), ("between tokens", self.between)):
-            cuts = statistics.quantiles(found, n=100)
+            cuts = statistics.quantiles(found, n=100, method="inclusive")
             shown = {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "longest": max(found)}
             rows.append({"latency, ms": name, **{k: 1000 * v for k, v in shown.items()}})
         return rows
