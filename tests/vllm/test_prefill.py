@@ -138,6 +138,53 @@ def test_layers_are_compiled_around_the_call() -> None:
     assert ["layers.7.attn" in text for text, _ in told] == [False, True, False]
 
 
+def test_flash_attention_is_told_of_dense_runs_alone() -> None:
+    """On a GPU: of a batch of a decode row, a short prompt, one that crosses the edge, and one
+    behind it, each run names its rows' tokens, positions and pages."""
+    pytest.importorskip("vllm.v1.attention.backends.flash_attn")
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from reread.config import SparsePrefill
+    from reread.integrations.vllm.compat import BatchRow
+    from reread.integrations.vllm.gpu_backend import _of_run
+    from reread.integrations.vllm.prompts import split
+
+    given = [(90, 95, 1), (40, 0, 40), (300, 32, 128), (500, 0, 200), (30, 10, 20)]
+    rows = [BatchRow(str(i), None, *values) for i, values in enumerate(given)]
+    config = SparsePrefill(k=8, b_sel=16, local=8, chooser="indexer", dense_below=64)
+    spans = [torch.arange(row.cached, row.cached + row.new) for row in rows]
+    starts = torch.tensor([0, *(row.new for row in rows)]).cumsum(0).to(torch.int32)
+    lengths = torch.tensor([row.cached + row.new for row in rows], dtype=torch.int32)
+    slots = torch.cat([1000 * i + span for i, span in enumerate(spans)])
+    whole = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=len(rows),
+        num_actual_tokens=len(slots), max_query_len=200, max_seq_len=160,
+        block_table_tensor=torch.arange(len(rows))[:, None], slot_mapping=slots,
+        positions=torch.cat(spans),
+    )  # fmt: skip
+    runs, parts = split(rows, 1, config)
+    seen: dict[int, list[int]] = {}
+    for run in runs:
+        told = _of_run(whole, run)
+        assert told.num_reqs == len(told.seq_lens) == len(told.block_table_tensor)
+        assert told.num_actual_tokens == len(told.slot_mapping) == run.last - run.first
+        assert told.max_query_len == max(run.queries)
+        assert told.max_seq_len == int(told.seq_lens.max())
+        edges = told.query_start_loc.tolist()
+        for i, row in enumerate(told.block_table_tensor[:, 0].tolist()):
+            at = slice(edges[i], edges[i + 1])
+            positions = told.positions[at].tolist()
+            assert positions[-1] == int(told.seq_lens[i]) - 1
+            assert told.slot_mapping[at].tolist() == [1000 * row + p for p in positions]
+            seen[row] = positions
+    behind = {part.row: range(part.begin, part.end) for part in parts}
+    for row in range(1, len(rows)):
+        assert [*seen.get(row, []), *behind.get(row, [])] == spans[row].tolist()
+    assert {row: list(at) for row, at in behind.items()} == {
+        2: list(range(64, 160)), 3: list(range(64, 200))
+    }  # fmt: skip
+
+
 def refused(engine: Start, folder: str, ask: Any, error: type[Exception], text: str,
             **arguments: Any) -> None:  # fmt: skip
     with pytest.raises(error, match=text):
