@@ -93,6 +93,28 @@ def test_several_index_heads_and_sliding_windows(
     assert stats(llm)["prompt_keys_read_share"] < 0.6
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_index_keys_are_within_the_pool(
+    kind: str, tiny: str, smollm2: str, engine: Start, tmp_path: Path
+) -> None:
+    folder = tiny if kind == "llama" else save_gemma3(tmp_path / "gemma3", smollm2)
+    ask = {"mode": "dense", **asks(save_indexer(folder, tmp_path / "indexer", width=64))}
+    given = 2**26
+    llm = engine(folder, ask, kv_cache_memory_bytes=given)
+
+    def bytes_of(worker: Any) -> tuple[int, int]:
+        from reread.integrations.vllm import compat
+
+        layers = compat.attention_layers(worker.vllm_config).values()
+        held = [layer.kv_cache.untyped_storage() for layer in layers]
+        pages = sum({part.data_ptr(): part.nbytes() for part in held}.values())
+        return pages, worker.reread.reader.index.nbytes
+
+    pages, index = llm.collective_rpc(bytes_of)[0]
+    assert index > 0
+    assert 0.9 * given < pages + index <= given
+
+
 @pytest.mark.slow
 def test_compiled_layers_hand_over_the_same(indexer: str, tiny: str, engine: Start) -> None:
     ask = asks(indexer)

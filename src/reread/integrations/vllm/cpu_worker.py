@@ -65,8 +65,9 @@ class RereadCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is absent where 
         available = int(super().determine_available_memory())
         layers, reader = list(self._sparse.values()), self.reread.reader
         state = memory.state_bytes(self.reread.config, layers, self.vllm_config)
-        index = (0, 0) if reader is None else (reader.index.slot_bytes, 0)
         specs = self.get_kv_cache_spec()
+        page = max(specs[name].block_size for name in self._sparse)
+        index = (0, 0) if reader is None else (reader.index.slot_bytes * page, 0)
         return memory.room_for_pages(available, *state, self.vllm_config, specs, index)
 
     def execute_model(self, scheduler_output: Any) -> Any:

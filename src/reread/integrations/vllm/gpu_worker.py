@@ -89,13 +89,13 @@ class RereadGPUWorker(Worker):  # type: ignore[misc]  # vLLM is absent where typ
         arena = self.reread.arena
         if self.cache_config.kv_cache_memory_bytes:
             return available  # given by the user for pages alone; the state is there already
-        index = (0, 0)
+        index, specs = (0, 0), self.get_kv_cache_spec()
         if (reader := self.reread.reader) is not None:
             tokens = self.scheduler_config.max_num_batched_tokens
             longest = self.model_config.max_model_len
-            index = reader.index.slot_bytes, reader.scratch_bytes(longest, tokens)
+            page = max(specs[name].block_size for name in arena.layers)
+            index = reader.index.slot_bytes * page, reader.scratch_bytes(longest, tokens)
         state = arena.nbytes, arena.nbytes // arena.rows
-        specs = self.get_kv_cache_spec()
         return memory.room_for_pages(available, *state, self.vllm_config, specs, index)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:

@@ -50,15 +50,15 @@ def state_bytes(config: Config, layers: Sequence[Any], vllm_config: Any) -> tupl
     return most * one + spare, one
 
 
-def slot_bytes(specs: Mapping[str, Any]) -> float:
-    """Bytes of vLLM's pages for each token that all of them have room for.
+def page_bytes(specs: Mapping[str, Any]) -> int:
+    """The least bytes of vLLM's pool that one of its pages takes.
 
     Args:
         specs: vLLM's cache specs of all layers, by name.
     """
-    # layers of one kind share a group's pages, and a page is one group's at a time
+    # a page is one group's at a time, and has a part for each layer of the group
     kinds: Counter[Any] = Counter(specs.values())
-    return float(min(spec.page_size_bytes / spec.block_size * n for spec, n in kinds.items()))
+    return int(min(spec.page_size_bytes * n for spec, n in kinds.items()))
 
 
 def room_for_pages(
@@ -75,7 +75,7 @@ def room_for_pages(
         available: bytes that pages and all that is ours share.
         total: bytes of the state of `max_num_seqs` requests; one: of one of them.
         specs: vLLM's cache specs of all layers, by name.
-        index: of an indexer, bytes of a token's keys, which lie beside the pages, and of scratch.
+        index: of an indexer, bytes of the keys that lie beside each page, and of scratch.
 
     Raises:
         ConfigError: one request of the greatest length would not fit beside it; names the number of
@@ -83,7 +83,7 @@ def room_for_pages(
     """
     longest = vllm_config.model_config.max_model_len
     most = int(vllm_config.scheduler_config.max_num_seqs)
-    beside = 1 + index[0] / slot_bytes(specs)
+    beside = 1 + index[0] / page_bytes(specs)
     own = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
     pages, available = int(own * beside), available - index[1]
     # without state of ours it is vLLM's to say what does not fit, or to choose a shorter length
